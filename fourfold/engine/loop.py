@@ -1,0 +1,285 @@
+"""`Engine.fit()`: the training loop. How anything is parallelised is none of its business.
+
+Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
+checkpoint restores is short: weights, moments, the loss scale and one integer.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fourfold import __version__, checkpoint
+from fourfold.config import Config
+from fourfold.data import Batch
+from fourfold.engine.feeds import open_feeds
+from fourfold.engine.guard import Guard
+from fourfold.engine.stop import StopRequest
+from fourfold.engine.summary import describe
+from fourfold.errors import UserError
+from fourfold.mesh import Layout, select_device
+from fourfold.metrics import Meter, ProfilerWindow, Sinks, open_sinks, peak_flops
+from fourfold.model import ModelShape, flops_per_token
+from fourfold.optim import LossScale, Optimizer, Schedule
+from fourfold.parallel import parallelize
+from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
+
+
+class Engine:
+    """A run: model, data, optimizer and the place they are saved to."""
+
+    def __init__(self, config: Config, world_size: int = 1) -> None:
+        self.config = config
+        self.output_dir = Path(config.Engine.save_load.output_dir)
+        distributed = config.Distributed
+        self.layout = Layout(
+            dp=distributed.dp_degree,
+            pp=distributed.pp_degree,
+            sharding=distributed.sharding.sharding_degree,
+            mp=distributed.mp_degree,
+            stage=distributed.sharding.sharding_stage,
+        )
+        self.layout.check(world_size)
+        self.device = select_device(config.Global.device)
+        self.feeds = open_feeds(config, self.layout)
+        self.runner = parallelize(config, self.layout, self.device)
+        self.optimizer = _build_optimizer(config, self.runner.masters)
+        self.schedule = _build_schedule(config)
+        self.loss_scale = (
+            LossScale(config.Engine.mix_precision.scale_loss)
+            if self.runner.precision.scales_loss
+            else None
+        )
+        self.guard = Guard(config.Engine.max_skipped_steps)
+        self.step = 0
+        self.notices = list(config.notices)
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train from where the run stands to `max_steps`, then test. Returns early on a stop."""
+        engine = self.config.Engine
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self._resume()
+        sinks, meter, profiler = self._open_instruments()
+        try:
+            with StopRequest(self.output_dir) as stop:
+                if self.step >= engine.max_steps:
+                    sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
+                while self.step < engine.max_steps:
+                    with meter.timed("reader"):
+                        batch = self.feeds.loaders["train"].batch(self.step)
+                    self.step += 1
+                    loss, norm = self._train_step(batch, meter, sinks)
+                    self._report(meter, sinks, loss, norm)
+                    profiler.step()
+                    if self.guard.gave_up:
+                        raise self.guard.failure(self.step, self._save(meter))
+                    if _due(self.step, engine.eval_freq):
+                        with meter.timed("evaluate"):
+                            self._evaluate(sinks, "eval", engine.eval_iters)
+                    reason = stop.reason()
+                    last = self.step == engine.max_steps
+                    if _due(self.step, engine.save_load.save_steps) or last or reason:
+                        self._save(meter)
+                    if reason and not last:
+                        sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
+                        return
+            with meter.timed("evaluate"):
+                self._evaluate(sinks, "test", engine.test_iters)
+            sinks.notice("The training process is complete.")
+        finally:
+            profiler.close()
+            sinks.close()
+            self.feeds.close()
+
+    def _train_step(self, batch: Batch, meter: Meter, sinks: Sinks) -> tuple[float, float]:
+        """Forward, backward and, unless something is not finite, the update."""
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        with meter.timed("forward_backward"):
+            loss = float(self.runner.run(batch, self.step, scale))
+        with meter.timed("optimizer"):
+            norm = float(self.optimizer.gradient_norm()) / scale
+            if self.guard.admits(loss, norm, self.loss_scale):
+                self.optimizer.update(self.schedule.lr_at(self.step), norm, scale)
+                self.runner.refresh()
+            else:
+                sinks.event(
+                    "skipped_update",
+                    step=self.step,
+                    loss=loss,
+                    grad_norm=norm,
+                    loss_scale=scale,
+                    sample_ids=[int(i) for i in batch.sample_ids],
+                )
+            self.optimizer.zero_grad()
+        return loss, norm
+
+    def _evaluate(self, sinks: Sinks, part: str, iterations: int) -> float | None:
+        """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
+        split = "valid" if part == "eval" else "test"
+        if not len(self.feeds.samples[split]) or iterations == 0:
+            return None
+        evaluation = self.step // self.config.Engine.eval_freq - 1 if part == "eval" else 0
+        loader, start = self.feeds.loaders[split], time.perf_counter()
+        total = tokens = 0.0
+        for i in range(iterations):
+            batch = loader.batch(max(evaluation, 0) * iterations + i)
+            total += float(self.runner.evaluate(batch)) * batch.global_valid_tokens
+            tokens += batch.global_valid_tokens
+        loss = total / max(tokens, 1.0)
+        sinks.evaluation(
+            part,
+            step=self.step,
+            epoch=self._epoch(),
+            batch=iterations - 1,
+            loss=loss,
+            seconds=(time.perf_counter() - start) / iterations,
+        )
+        return loss
+
+    # -- saving and resuming ----------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything of the run that is a tensor, by name: fp32 weights and moments."""
+        weights = {f"model.{name}": p.data for name, p in self.runner.masters.items()}
+        moments = {f"optim.{name}": t for name, t in self.optimizer.named_moments().items()}
+        return weights | moments
+
+    def _save(self, meter: Meter) -> str:
+        state: dict[str, Any] = {
+            "version": __version__,
+            "step": self.step,
+            "consumed_samples": self.step * self.config.Data.batch_size.global_batch_size,
+            "optimizer_updates": self.optimizer.updates,
+            "skipped_updates": self.guard.skipped,
+            "loss_scale": vars(self.loss_scale) if self.loss_scale else None,
+            "data_fingerprint": self.feeds.train_fingerprint,
+            "config": self.config.to_dict(),
+        }
+        with meter.timed("save"):
+            path = checkpoint.save(
+                self.output_dir,
+                self.step,
+                self._tensors(),
+                state,
+                keep_last=self.config.Engine.save_load.keep_last,
+            )
+        return str(path)
+
+    def _resume(self) -> None:
+        where = _resume_source(self.config, self.output_dir)
+        if where is None:
+            return
+        path, state = checkpoint.resume(where, self._tensors(), self.notices.append)
+        batch = self.config.Data.batch_size.global_batch_size
+        if state["consumed_samples"] != state["step"] * batch:
+            raise UserError(
+                f"{path} was written after {state['consumed_samples']} samples in "
+                f"{state['step']} steps, which is not {batch} samples a step; resume with the "
+                "global_batch_size it was trained with"
+            )
+        self.step = int(state["step"])
+        self.optimizer.restore_updates(int(state["optimizer_updates"]))
+        self.guard.skipped = int(state["skipped_updates"])
+        if self.loss_scale and state["loss_scale"]:
+            self.loss_scale = LossScale(**state["loss_scale"])
+        self.runner.refresh()
+        self.notices.append(f"resumed from {path} at step {self.step}")
+        if state["data_fingerprint"] != self.feeds.train_fingerprint:
+            self.notices.append(
+                "the training data, its split, its order or its length is not the saved run's: "
+                "samples seen before may come again and others be missed"
+            )
+
+    # -- reporting --------------------------------------------------------------------------
+
+    def _open_instruments(self) -> tuple[Sinks, Meter, ProfilerWindow]:
+        """Sinks, meter and profiler; says everything the run derived before its first step."""
+        config, precision = self.config, self.runner.precision
+        peak, peak_reason = peak_flops(config.Global.peak_tflops, self.device, precision.dtype)
+        batch, seq_len = config.Data.batch_size, config.Data.dataset.max_seq_len
+        meter = Meter(
+            tokens_per_step=batch.global_batch_size * seq_len,
+            world_size=self.layout.world_size,
+            logging_freq=config.Engine.logging_freq,
+            flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
+            peak_flops=peak,
+        )
+        sinks = open_sinks(
+            self.output_dir,
+            tensorboard=config.Engine.tensorboard,
+            wandb=config.Engine.wandb,
+            config=config.to_dict(),
+            resume_step=self.step,
+            max_steps=config.Engine.max_steps,
+        )
+        lists = config.Engine.mix_precision
+        if precision.level:
+            self.notices += unmet_list_entries(lists.custom_black_list, lists.custom_white_list)
+        if slow := slow_dtype_notice(precision.dtype, self.device):
+            self.notices.append(slow)
+        plan = describe(config, self.layout, self.runner, self.feeds, peak_reason)
+        for line in [*self.notices, *plan]:
+            sinks.notice(line)
+        return sinks, meter, ProfilerWindow(**config.Profiler.model_dump())
+
+    def _report(self, meter: Meter, sinks: Sinks, loss: float, norm: float) -> None:
+        record = meter.end_step(
+            step=self.step,
+            epoch=self._epoch(),
+            batch=self.step - 1,
+            loss=loss,
+            # As the originals do: the rate shown is the one the next step will use.
+            learning_rate=self.schedule.lr_at(self.step + 1),
+            grad_norm=norm,
+            loss_scale=self.loss_scale.value if self.loss_scale else None,
+            skipped=self.guard.skipped,
+        )
+        if record is not None:
+            sinks.train(record)
+
+    def _epoch(self) -> int:
+        """How often the run has been through its training split, from 0."""
+        seen = (self.step - 1) * self.config.Data.batch_size.global_batch_size
+        train = self.feeds.samples["train"]
+        return seen * train.seq_len // max(train.tokens_per_epoch, 1)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _resume_source(config: Config, output_dir: Path) -> Path | None:
+    """Where to resume from, if anywhere.
+
+    A job that is started again with the same arguments goes on with its own checkpoints, even
+    where `ckpt_dir` names the run it first came from. A `ckpt_dir` inside the run is obeyed.
+    """
+    save_load = config.Engine.save_load
+    own = output_dir if save_load.auto_resume and checkpoint.candidates(output_dir) else None
+    if save_load.ckpt_dir is None:
+        return own
+    named = Path(save_load.ckpt_dir)
+    inside = named.resolve().is_relative_to(output_dir.resolve())
+    return named if inside or own is None else own
+
+
+def _build_schedule(config: Config) -> Schedule:
+    lr = config.Optimizer.lr
+    return Schedule(lr.max_lr, lr.min_lr, lr.warmup_rate, lr.decay_steps)
+
+
+def _build_optimizer(config: Config, masters: dict[str, Any]) -> Optimizer:
+    section = config.Optimizer
+    return Optimizer(
+        masters,
+        weight_decay=section.weight_decay,
+        betas=(section.adam_beta1, section.adam_beta2),
+        epsilon=section.adam_epsilon,
+        grad_clip=section.grad_clip,
+        tensor_fusion=config.Fused.tensor_fusion,
+    )

@@ -1,0 +1,64 @@
+"""What the run derived, shown before step 1: nothing here should surprise anyone later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fourfold.config import Config
+from fourfold.engine.feeds import Feeds
+from fourfold.mesh import Layout
+from fourfold.model import ModelShape, count_parameters, flops_per_token
+from fourfold.model.init import untrained_loss
+from fourfold.parallel import Runner
+
+
+def describe(
+    config: Config, layout: Layout, runner: Runner, feeds: Feeds, peak_reason: str
+) -> Iterator[str]:
+    """The derived plan, one line a subject."""
+    shape, batch = ModelShape.of(config.Model), config.Data.batch_size
+    seq_len, steps = config.Data.dataset.max_seq_len, config.Engine.max_steps
+    parameters = count_parameters(shape)
+    tokens = batch.global_batch_size * seq_len
+    recompute = config.Model.recompute_granularity if config.Model.use_recompute else "off"
+    yield f"layout: {layout} on {runner.device}, {runner.precision}, recompute {recompute}"
+    yield (
+        f"model: {shape.num_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_attention_heads} heads, vocabulary {shape.vocab_size}: "
+        f"{parameters:,} parameters; untrained loss near "
+        f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
+    )
+    yield (
+        f"batch: {batch.global_batch_size} samples x {seq_len} tokens = {tokens:,} tokens a step, "
+        f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
+    )
+    yield f"state: {_state_bytes(parameters, runner)}"
+    yield (
+        f"compute: {flops_per_token(shape, seq_len) * tokens / 1e12:.3g} TFLOP a step "
+        f"(model FLOPs, full attention); peak for MFU: {peak_reason}"
+    )
+    yield from _describe_data(feeds, steps * batch.global_batch_size)
+
+
+def _state_bytes(parameters: int, runner: Runner) -> str:
+    weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
+    parts = {"weights": weights, "gradients": 4 * parameters, "moments": 8 * parameters}
+    if runner.precision.level == "O2":
+        parts["master weights"] = 4 * parameters
+    listed = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
+    return f"{listed}: {sum(parts.values()) / 1e9:.2f} GB before activations"
+
+
+def _describe_data(feeds: Feeds, train_samples: int) -> Iterator[str]:
+    documents = sum(len(source.sizes) for source in feeds.sources)
+    tokens = sum(source.num_tokens for source in feeds.sources)
+    yield f"data: {len(feeds.sources)} dataset(s), {documents:,} documents, {tokens:,} tokens"
+    train = feeds.samples["train"]
+    if len(train):
+        per_epoch = max(train.tokens_per_epoch // max(train.seq_len, 1), 1)
+        yield (
+            f"split: train {train.tokens_per_epoch:,} tokens, "
+            f"valid {feeds.samples['valid'].tokens_per_epoch:,}, "
+            f"test {feeds.samples['test'].tokens_per_epoch:,}; the run reads "
+            f"{train_samples / per_epoch:.2f} epochs of train"
+        )

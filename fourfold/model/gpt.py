@@ -1,0 +1,200 @@
+"""GPT-2/GPT-3: pre-LayerNorm decoder, tanh GELU, learned positions, head tied to the embedding.
+
+The whole network in one file, written for one device. `GPT(shape)(tokens)` gives logits;
+with labels it gives the summed loss without ever holding all the logits (see loss.py).
+
+Letters in shape comments: B batch, T positions, D hidden, H heads, K head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.model.loss import head_cross_entropy
+from fourfold.model.seeds import mix_seed
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the network and its parameters; names are those of the `Model` section."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    max_position_embeddings: int
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    initializer_range: float = 0.02
+    depth_scaled_init: bool = False
+    fused_linear: bool = True
+    loss_chunk_tokens: int = 1024
+
+    @classmethod
+    def of(cls, section: object) -> ModelShape:
+        """The shape a resolved `Model` section describes."""
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class Linear(nn.Linear):
+    """A linear layer whose bias joins the matrix product (`fused`) or is added after it."""
+
+    def __init__(self, in_features: int, out_features: int, fused: bool) -> None:
+        super().__init__(in_features, out_features)
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight) + self.bias
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm computed in the precision of its own weights, which stay fp32 in pure fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T) v, causal. A module of its own so that recomputation can wrap just this."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+class Attention(nn.Module):
+    """Causal self-attention.
+
+    The rows of `qkv` are stored head by head, [q_j, k_j, v_j] for head j, so that cutting the
+    weight into contiguous pieces gives whole heads. The head count in `view` is -1: a module
+    that holds a slice of the heads runs unchanged.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_size = shape.head_size
+        self.qkv = Linear(shape.hidden_size, 3 * shape.hidden_size, shape.fused_linear)
+        self.core = CoreAttention(shape.attention_probs_dropout_prob)
+        self.out = Linear(shape.hidden_size, shape.hidden_size, shape.fused_linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
+        q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, H, T, K) each
+        mixed = self.core(q, k, v)  # (B, H, T, K)
+        return self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.up = Linear(shape.hidden_size, shape.ffn_hidden_size, shape.fused_linear)
+        self.down = Linear(shape.ffn_hidden_size, shape.hidden_size, shape.fused_linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One decoder layer: x + dropout(attn(norm1 x)), then x + dropout(mlp(norm2 x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.attn = Attention(shape)
+        self.norm2 = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.mlp = MLP(shape)
+        self.dropout = shape.hidden_dropout_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attn(self.norm1(x)), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+class Embeddings(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.word = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.position = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
+        self.dropout = shape.hidden_dropout_prob
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.word(tokens) + self.position(positions)  # (B, T, D)
+        return F.dropout(x, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """The model. Layers are keyed by their number, so names survive a split into stages."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embeddings = Embeddings(shape)
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.norm = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.has_dropout = shape.hidden_dropout_prob > 0 or shape.attention_probs_dropout_prob > 0
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        loss_scale: float | Tensor = 1.0,
+        dropout_seed: int = 0,
+    ) -> Tensor:
+        """Logits (B, T, V) or, with labels, `loss_scale` times the sum of the token losses.
+
+        The caller puts the division by the number of valid tokens of the global batch into
+        `loss_scale`: then micro-batches simply add up, however the batch is cut.
+        """
+        x = self.hidden(tokens, position_ids, dropout_seed)
+        head = self.embeddings.word.weight  # (V, D): the head is tied
+        if labels is None:
+            return F.linear(x.to(head.dtype), head)
+        if loss_mask is None:
+            loss_mask = torch.ones_like(labels, dtype=torch.float32)
+        return head_cross_entropy(
+            x.flatten(0, 1),
+            head,
+            labels.flatten(),
+            loss_mask.flatten(),
+            loss_scale,
+            self.shape.loss_chunk_tokens,
+        )
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor | None, dropout_seed: int) -> Tensor:
+        """The final hidden states (B, T, D).
+
+        With dropout the generator is seeded anew before every layer, from the caller's seed and
+        the layer's number: a mask is a function of where it stands, not of what ran before.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        reseed = self.training and self.has_dropout
+        if reseed:
+            torch.manual_seed(mix_seed(dropout_seed, "embeddings"))
+        x = self.embeddings(tokens, position_ids)
+        for number, layer in self.layers.items():
+            if reseed:
+                torch.manual_seed(mix_seed(dropout_seed, number))
+            x = layer(x)
+        return self.norm(x)

@@ -1,0 +1,122 @@
+"""Precision: which numbers the network computes in, and where its fp32 weights live.
+
+| dtype    | level | computes in         | weights                                         |
+|----------|-------|---------------------|-------------------------------------------------|
+| float32  |       | fp32                | fp32                                            |
+| bfloat16 | O1    | autocast to bf16    | fp32                                            |
+| bfloat16 | O2    | bf16 but LayerNorms | bf16, and an fp32 master the optimizer updates  |
+| float16  | O1    | autocast to fp16    | fp32; dynamic loss scale                        |
+| float16  | O2    | fp16 but LayerNorms | fp16, and an fp32 master; dynamic loss scale    |
+
+Whatever the row, the loss is computed in fp32, and gradients of micro-batches add up in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The documents' operator names, and what already holds here without being asked for.
+ALWAYS_FP32 = {
+    "reduce_sum": "sums of the loss run in fp32",
+    "c_softmax_with_cross_entropy": "the loss is computed in fp32",
+    "softmax_with_cross_entropy": "the loss is computed in fp32",
+    "elementwise_div": "the division by the token count runs in fp32",
+    "layer_norm": "LayerNorm runs in the precision of its fp32 weights",
+    "softmax": "attention's softmax accumulates in fp32",
+}
+ALWAYS_LOW = {
+    "lookup_table": "the embedding is looked up in the low precision at level O2",
+    "lookup_table_v2": "the embedding is looked up in the low precision at level O2",
+    "matmul": "matrix products run in the low precision",
+    "matmul_v2": "matrix products run in the low precision",
+    "mul": "matrix products run in the low precision",
+    "gelu": "GELU runs in the low precision",
+}
+
+
+class Precision:
+    """One row of the table above."""
+
+    def __init__(self, dtype: str, level: str | None) -> None:
+        self.dtype = DTYPES[dtype]
+        self.level = level if dtype != "float32" else None
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.dtype == torch.float16
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        how = {None: "", "O1": " autocast, fp32 weights", "O2": " weights, fp32 master weights"}
+        return name + how[self.level]
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        if self.level != "O1":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype)
+
+    def prepare(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Cast the model as the row says; give out, by name, the fp32 weights to optimize."""
+        masters = dict(model.named_parameters())
+        if self.level != "O2":
+            return masters
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                continue
+            masters[name] = nn.Parameter(parameter.data)
+            parameter.data = parameter.data.to(self.dtype)
+            parameter.register_post_accumulate_grad_hook(_move_gradient_to(masters[name]))
+        return masters
+
+
+def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """As soon as a low-precision gradient is whole, add it to the master's and free it."""
+
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return move
+
+
+def unmet_list_entries(black_list: list[str], white_list: list[str]) -> list[str]:
+    """What the custom lists ask for and torch has no switch for, said in a line each."""
+    unmet = []
+    for key, asked, holds, where in (
+        ("custom_black_list", black_list, ALWAYS_FP32, "fp32"),
+        ("custom_white_list", white_list, ALWAYS_LOW, "the low precision"),
+    ):
+        for operator in asked:
+            if operator not in holds:
+                unmet.append(
+                    f"Engine.mix_precision.{key}: {operator!r} cannot be forced to {where}; "
+                    "torch's own rule for it applies"
+                )
+    return unmet
+
+
+def slow_dtype_notice(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Low precision on a processor without instructions for it is far slower than fp32."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return None
+    native = {
+        torch.bfloat16: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+        torch.float16: torch.cpu._is_amx_fp16_supported(),
+    }
+    if native[dtype]:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"this processor has no {name} instructions, so {name} runs several times slower than "
+        "float32; for speed here use -o Engine.mix_precision.dtype=float32"
+    )

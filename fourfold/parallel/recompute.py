@@ -1,0 +1,30 @@
+"""Recomputation: keep less of the forward pass, compute it again in the backward pass.
+
+`full` keeps only each layer's input, `full_attn` drops what attention (qkv, core, out) keeps,
+`core_attn` only what softmax(q kᵀ) v keeps. Memory falls in the reverse order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.model.gpt import GPT, Attention, Block, CoreAttention
+
+WRAPPED = {"full": Block, "full_attn": Attention, "core_attn": CoreAttention}
+
+
+def apply_recompute(model: GPT, granularity: str) -> None:
+    """Replace the forward of every module of the chosen kind; parameter names stay as they are."""
+    for module in model.modules():
+        if isinstance(module, WRAPPED[granularity]):
+            _recompute(module)
+
+
+def _recompute(module: nn.Module) -> None:
+    # The generator's state is kept and restored, so a repeated dropout drops the same numbers.
+    module.forward = partial(  # type: ignore[method-assign]
+        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=True
+    )
