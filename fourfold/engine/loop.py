@@ -21,7 +21,14 @@ from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
 from fourfold.errors import UserError
 from fourfold.mesh import Layout, select_device
-from fourfold.metrics import Meter, ProfilerWindow, Sinks, open_sinks, peak_flops
+from fourfold.metrics import (
+    Meter,
+    ProfilerWindow,
+    Sinks,
+    open_sinks,
+    peak_flops,
+    plot_losses,
+)
 from fourfold.model import ModelShape, flops_per_token
 from fourfold.optim import LossScale, Optimizer, Schedule
 from fourfold.parallel import parallelize
@@ -95,6 +102,7 @@ class Engine:
             profiler.close()
             sinks.close()
             self.feeds.close()
+            plot_losses(self.output_dir)
 
     def _train_step(self, batch: Batch, meter: Meter, sinks: Sinks) -> tuple[float, float]:
         """Forward, backward and, unless something is not finite, the update."""
@@ -137,7 +145,8 @@ class Engine:
             epoch=self._epoch(),
             batch=iterations - 1,
             loss=loss,
-            seconds=(time.perf_counter() - start) / iterations,
+            seconds=time.perf_counter() - start,
+            batches=iterations,
         )
         return loss
 
@@ -225,7 +234,7 @@ class Engine:
         plan = describe(config, self.layout, self.runner, self.feeds, peak_reason)
         for line in [*self.notices, *plan]:
             sinks.notice(line)
-        return sinks, meter, ProfilerWindow(**config.Profiler.model_dump())
+        return sinks, meter, ProfilerWindow(**config.Profiler.model_dump(), echo=sinks.notice)
 
     def _report(self, meter: Meter, sinks: Sinks, loss: float, norm: float) -> None:
         record = meter.end_step(

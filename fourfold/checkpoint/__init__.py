@@ -1,0 +1,29 @@
+"""Checkpoints: `output_dir/step_N/`, complete or not there at all.
+
+A checkpoint is a directory of safetensors files, `state.json` and `manifest.json`; nothing in it
+is ever unpickled. Tensors are keyed by name ("model.layers.0.attn.qkv.weight",
+"optim.layers.0.attn.qkv.weight.exp_avg") and stored whole, so a checkpoint does not know the
+layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale, configuration.
+
+    save(output_dir, step, tensors, state)        commits output_dir/step_N by rename
+    resume(where, tensors, on_notice)             fills tensors from the newest good checkpoint
+    load(directory, tensors)                      fills tensors from this one, or raises
+
+Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
+"""
+
+from fourfold.checkpoint.directory import candidates
+from fourfold.checkpoint.manifest import MismatchError
+from fourfold.checkpoint.reading import load, read_state, resume, tensor_names, verify
+from fourfold.checkpoint.writing import save
+
+__all__ = [
+    "MismatchError",
+    "candidates",
+    "load",
+    "read_state",
+    "resume",
+    "save",
+    "tensor_names",
+    "verify",
+]

@@ -1,0 +1,184 @@
+"""The output directory: which checkpoints it holds, and how one is committed or removed.
+
+    step_N                     a committed checkpoint; it got this name complete and synced
+    step_N.old                 the one before it, for the moment in which step_N is replaced
+    .step_N.tmp-PID-RANDOM     being written, or left by a writer that died
+    .step_N.trash-PID-RANDOM   being removed
+    latest                     the name of the last one committed
+
+A name appears or disappears by one rename, so a reader never meets half a checkpoint, and a
+process may be killed between any two lines of this file. One process at a time saves into an
+output directory; readers need no permission from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.checkpoint.manifest import MANIFEST, read_manifest
+from fourfold.errors import CheckpointError
+
+LATEST = "latest"
+COMMITTED = re.compile(r"step_(0|[1-9][0-9]{0,17})(\.old)?")
+LEFTOVER = re.compile(r"\.(?:step_[0-9]+|latest)\.(tmp|trash)-([1-9][0-9]*)-[0-9a-f]+")
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Committed:
+    directory: Path
+    step: int
+    serial: int  # a damaged manifest has the serial of the step before it
+    readable: bool
+
+
+def history(output_dir: Path) -> list[Committed]:
+    """Every committed checkpoint of `output_dir`, the last one saved first."""
+    names = []
+    for path in output_dir.iterdir():
+        match = COMMITTED.fullmatch(path.name)
+        if match and path.is_dir():
+            names.append((int(match[1]), match[2] is None, path))
+    found = []
+    serial = 0
+    for step, _, path in sorted(names):
+        try:
+            serial = read_manifest(path).serial
+            found.append(Committed(path, step, serial, readable=True))
+        except CheckpointError:
+            found.append(Committed(path, step, serial, readable=False))
+    return sorted(found, key=lambda entry: entry.serial)[::-1]
+
+
+def candidates(where: Path | str) -> list[Path]:
+    """The checkpoints to try for `where`, best first; empty if there is none.
+
+    `where` is an output directory (or its `latest`): the last one saved, then those before it; or
+    a step directory: that one, then its siblings of earlier steps. `latest` only says where to
+    look: a crash can leave it one commit behind the directory itself.
+    """
+    where = Path(where).resolve()
+    if where.name == LATEST and not where.is_dir():
+        where = where.parent
+    if _is_output_dir(where):
+        entries = history(where)
+        newest = entries[0].step if entries else 0
+        # Steps beyond the last one saved are of a run that was abandoned: the last resort.
+        return [e.directory for e in sorted(entries, key=lambda entry: entry.step > newest)]
+    name = COMMITTED.fullmatch(where.name)
+    if name is None or not where.parent.is_dir():
+        return [where] if where.is_dir() else []
+    siblings = history(where.parent)
+    own = [e.directory for e in siblings if e.step == int(name[1])]
+    own.sort(key=lambda path: path.name != where.name)
+    earlier = [e.directory for e in siblings if e.step < int(name[1])]
+    return own + earlier if own else []
+
+
+def _is_output_dir(path: Path) -> bool:
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return False
+    return not COMMITTED.fullmatch(path.name) or any(
+        COMMITTED.fullmatch(inner.name) for inner in path.iterdir()
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def private_name(output_dir: Path, name: str, purpose: str) -> Path:
+    return output_dir / f".{name}.{purpose}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(temporary: Path, target: Path) -> None:
+    """Give a complete, synced directory its name, replacing what had it."""
+    previous = target.with_name(f"{target.name}.old")
+    replaces = target.exists()
+    if replaces:
+        target.rename(previous)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if replaces:
+            previous.rename(target)
+        raise
+    sync_directory(target.parent)
+    if replaces:
+        discard(previous)
+
+
+def discard(directory: Path) -> None:
+    """Remove a checkpoint: first its name, for good, then its files."""
+    trash = private_name(directory.parent, directory.name.removesuffix(".old"), "trash")
+    directory.rename(trash)
+    sync_directory(directory.parent)
+    _remove(trash)
+
+
+def point_latest(target: Path) -> None:
+    temporary = private_name(target.parent, LATEST, "tmp")
+    with temporary.open("w") as stream:
+        stream.write(f"{target.name}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(target.parent / LATEST)
+    sync_directory(target.parent)
+
+
+def retire(output_dir: Path, keep_last: int) -> None:
+    """Remove all but the `keep_last` checkpoints saved last; 0 keeps every one."""
+    kept = 0
+    for entry in history(output_dir):
+        if keep_last and kept >= keep_last:
+            discard(entry.directory)
+        # One that cannot be read does not count, or it would push out one that can.
+        kept += entry.readable
+
+
+def tidy(output_dir: Path) -> None:
+    """Finish what a killed writer left: half-written, half-removed, half-replaced."""
+    for path in list(output_dir.iterdir()):
+        leftover = LEFTOVER.fullmatch(path.name)
+        if leftover and (leftover[1] == "trash" or not _writes_elsewhere(int(leftover[2]))):
+            _remove(path)
+        elif COMMITTED.fullmatch(path.name) and path.suffix == ".old":
+            if path.with_suffix("").exists():
+                discard(path)
+            else:
+                path.rename(path.with_suffix(""))
+                sync_directory(output_dir)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _writes_elsewhere(pid: int) -> bool:
+    """Whether another living process has this id. Our own id on a leftover is a predecessor's."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,41 @@
+"""The command `fourfold`: thin verbs over the package.
+
+Nothing heavy is imported until a verb runs, so `fourfold --help` answers at once. A `UserError`
+becomes one clear message and exit code 2; any other exception is ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from fourfold.cli import configuration, generation, quickstart, training
+from fourfold.errors import UserError
+
+app = typer.Typer(
+    help="Train GPT models: one YAML file, any layout, the same numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(training.train)
+app.command("generate")(generation.generate)
+app.command("quickstart")(quickstart.quickstart)
+app.add_typer(configuration.app, name="config")
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        print(f"fourfold: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("fourfold: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough (`| head`); not an error.
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,47 @@
+"""`fourfold config show | check | schema`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import ConfigFile, Overrides
+
+app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
+
+
+@app.command()
+def show(
+    config: ConfigFile,
+    override: Overrides = None,
+    comments: Annotated[bool, typer.Option(help="Say what each key means.")] = True,
+) -> None:
+    """Print the resolved configuration: every key, defaults and derived values filled in."""
+    from fourfold.config import load_config
+
+    resolved = load_config(config, override or [])
+    for notice in resolved.notices:
+        print(f"# notice: {notice}", file=sys.stderr)
+    print(resolved.to_yaml(comments=comments), end="")
+
+
+@app.command()
+def check(config: ConfigFile, override: Overrides = None) -> None:
+    """Report every problem of a configuration at once; exit code 2 if there is any."""
+    from fourfold.config import load_config
+
+    resolved = load_config(config, override or [])
+    for notice in resolved.notices:
+        print(f"notice: {notice}")
+    print(f"{config}: good")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from fourfold.config import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,67 @@
+"""`fourfold quickstart`: from nothing to text a model of one's own wrote, on a CPU, in minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import Overrides
+
+PROMPTS = ("def read_lines(", "The following example", "class Queue:")
+VOCAB_SIZE = 8192
+
+
+def quickstart(
+    override: Overrides = None,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where corpus, data, checkpoints and pictures go.")
+    ] = Path("runs/quickstart"),
+    config: Annotated[
+        Path, typer.Option("-c", "--config", help="The run's YAML file.")
+    ] = Path("configs/gpt/quickstart.yaml"),
+) -> None:
+    """Train a small GPT on the text every Python installation carries, and let it write."""
+    from fourfold.config import load_config
+    from fourfold.engine import Engine
+    from fourfold.generate.module import GenerationModule
+
+    places = [
+        f"Global.tokenizer={directory / 'tokenizer.json'}",
+        f"Data.dataset.input_dir={directory / 'data'}",
+        f"Engine.save_load.output_dir={directory / 'output'}",
+    ]
+    resolved = load_config(config, [*places, *(override or [])], world_size=1)
+    make_data(directory)
+    engine = Engine(resolved)
+    engine.fit()
+    if engine.step < resolved.Engine.max_steps:
+        print("Stopped before the end; the same command goes on from here.")
+        return
+    module = GenerationModule(resolved)
+    for prompt in PROMPTS:
+        print(f"\nPrompt: {prompt}\nGeneration: {module.generate(prompt)[0]}")
+    print(f"\nThe run is in {directory / 'output'}; its loss curve is loss_curve.png there.")
+
+
+def make_data(directory: Path) -> None:
+    """Corpus, tokenizer and token files; what an earlier run finished is kept."""
+    from fourfold.data.corpus import write_corpus
+    from fourfold.data.prepare import prepare, read_jsonl
+    from fourfold.tokenizer import Tokenizer, train
+
+    prefix = directory / "data" / "python_text_document"
+    if prefix.with_suffix(".json").exists():
+        print(f"Token files are in {prefix.parent}")
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    print("Collecting the text of this Python installation ...")
+    corpus = write_corpus(directory)
+    print(f"  {corpus}: {corpus.stat().st_size / 1e6:.1f} MB")
+    print(f"Training a byte-level BPE tokenizer of {VOCAB_SIZE} tokens ...")
+    tokenizer_file = directory / "tokenizer.json"
+    train(read_jsonl(corpus), VOCAB_SIZE).save(tokenizer_file)
+    print("Turning the text into tokens ...")
+    manifest = prepare(read_jsonl(corpus), prefix, Tokenizer.load(tokenizer_file))
+    print(f"  {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")

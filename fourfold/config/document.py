@@ -1,0 +1,211 @@
+"""YAML text to entries, with the line of each, and `_base_` inheritance.
+
+Only plain data is read: no tags, no objects. Scalars mean what they say in every file of the
+originals: `1e-5` is a number and `None` is null, which YAML 1.1 would take for strings; dates
+and sexagesimal numbers are strings. Errors are `ConfigError`s that name file and line.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fourfold.config.entry import Entry, Tree, merge
+from fourfold.errors import ConfigError
+
+LARGEST_FILE_BYTES = 1_000_000
+LARGEST_NODES = 100_000  # after aliases are expanded, so that a small file cannot fill the memory
+DEEPEST_NESTING = 50
+
+_NULL = {"", "~", "null", "Null", "NULL", "None"}
+_TRUE = {"true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"}
+_FALSE = {"false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"}
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]{0,17})")
+_FLOAT = re.compile(r"[-+]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][-+]?[0-9]{1,5})?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF|nan|NaN|NAN)")
+
+
+def parse_scalar(text: str) -> Any:
+    """The value of an unquoted word, in YAML and after `-o`."""
+    if text in _NULL:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+class _Reader:
+    """Builds entries from the event stream of one document."""
+
+    def __init__(self, text: str, name: str, layer: int) -> None:
+        self.events = yaml.parse(text, Loader=yaml.SafeLoader)
+        self.name = name
+        self.layer = layer
+        self.anchors: dict[str, Entry] = {}
+        self.nodes = 0
+
+    def document(self) -> Entry:
+        root = Entry(None, f"{self.name}:1", self.layer)
+        documents = 0
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self.error(event, "a second document starts; keep one per file")
+                root = self.node(next(self.events), 0)
+        return root
+
+    def node(self, event: yaml.Event, depth: int) -> Entry:
+        self.count(event)
+        if depth > DEEPEST_NESTING:
+            raise self.error(event, f"nested deeper than {DEEPEST_NESTING} levels")
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.anchors:
+                raise self.error(event, f"*{event.anchor} refers to no finished &{event.anchor}")
+            return self.copy(self.anchors[event.anchor], event)
+        assert isinstance(event, yaml.NodeEvent)
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise self.error(event, f"tag {tag!r} is not allowed; write plain values")
+        entry = Entry(self.content(event, depth), self.source(event), self.layer)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = entry
+        return entry
+
+    def content(self, event: yaml.Event, depth: int) -> Any:
+        if isinstance(event, yaml.MappingStartEvent):
+            return self.mapping(depth)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = []
+            while not isinstance(item := next(self.events), yaml.SequenceEndEvent):
+                items.append(plain(self.node(item, depth + 1)))
+            return items
+        assert isinstance(event, yaml.ScalarEvent)
+        return parse_scalar(event.value) if event.style is None else event.value
+
+    def mapping(self, depth: int) -> Tree:
+        tree: Tree = {}
+        merged: Tree = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                raise self.error(event, "a key must be a plain word")
+            name, plain_key = event.value, event.style is None
+            entry = self.node(next(self.events), depth + 1)
+            entry.source = self.source(event)
+            if name == "<<" and plain_key and entry.is_section:
+                merged |= entry.value
+            elif name in tree:
+                raise self.error(event, f"{name} is given twice; first at {tree[name].source}")
+            else:
+                tree[name] = entry
+        return merged | tree
+
+    def copy(self, entry: Entry, event: yaml.Event) -> Entry:
+        """An alias stands for its own copy, so that an override of one leaves the other alone."""
+        self.count(event)
+        value = entry.value
+        if entry.is_section:
+            value = {name: self.copy(inner, event) for name, inner in value.items()}
+        elif isinstance(value, list):
+            self.nodes += len(repr(value))
+            value = list(value)
+        return Entry(value, self.source(event), self.layer)
+
+    def count(self, event: yaml.Event) -> None:
+        self.nodes += 1
+        if self.nodes > LARGEST_NODES:
+            raise self.error(event, f"more than {LARGEST_NODES} values; is this a configuration?")
+
+    def source(self, event: yaml.Event) -> str:
+        assert event.start_mark is not None
+        return f"{self.name}:{event.start_mark.line + 1}"
+
+    def error(self, event: yaml.Event, text: str) -> ConfigError:
+        return ConfigError([f"{self.source(event)}: {text}"])
+
+
+def plain(entry: Entry) -> Any:
+    """The entry's value without sources."""
+    if entry.is_section:
+        return {name: plain(inner) for name, inner in entry.value.items()}
+    return entry.value
+
+
+def parse_document(text: str, name: str, layer: int = 0) -> Entry:
+    """The root entry of YAML `text`; `name` is what errors call it."""
+    try:
+        return _Reader(text, name, layer).document()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = 1 if mark is None else mark.line + 1
+        cause = ", ".join(part for part in (error.context, error.problem) if part)
+        hint = _indentation_hint(text, line)
+        raise ConfigError([f"{name}:{line}: not valid YAML: {cause}{hint}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{name}: not valid YAML: {str(error).splitlines()[0]}"]) from None
+
+
+def _indentation_hint(text: str, line: int) -> str:
+    """Snippets of the documents are printed at two indentations; pasted together they clash."""
+    lines = text.splitlines()
+    content = [row for row in lines if row.strip() and not row.lstrip().startswith("#")]
+    if not content or line > len(lines):
+        return ""
+    first, here = content[0], lines[line - 1]
+    outdented = len(first) - len(first.lstrip()) > len(here) - len(here.lstrip())
+    return f"; start it at the column of {first.strip().split(':')[0]!r}" if outdented else ""
+
+
+def read_tree(path: str | Path) -> Tree:
+    """The entries of a file on top of those of its `_base_`."""
+    return _read_inherited(Path(path), str(path), ())
+
+
+def _read_inherited(path: Path, name: str, followed: tuple[Path, ...]) -> Tree:
+    text = _read_text(path, name)
+    identity = path.resolve()
+    if identity in followed:
+        raise ConfigError(
+            [f"{name}: _base_ leads back to this file; remove one of the _base_ keys"]
+        )
+    # A base's layer is below this file's; the number of `_base_` steps bounds how far below.
+    root = parse_document(text, name, layer=-len(followed))
+    if root.value is None:
+        return {}
+    if not root.is_section:
+        raise ConfigError([f"{root.source}: the file must hold sections such as `Model:`"])
+    tree: Tree = root.value
+    base = tree.pop("_base_", None)
+    if base is None or base.value is None:
+        return merge({}, tree)
+    if not isinstance(base.value, str):
+        raise ConfigError([f"{base.source}: _base_={base.value!r}: give the path of one file"])
+    base_path = path.parent / base.value
+    if not base_path.is_file():
+        raise ConfigError([f"{base.source}: _base_={base.value!r}: no file {base_path}"])
+    return merge(_read_inherited(base_path, str(base_path), (*followed, identity)), tree)
+
+
+def _read_text(path: Path, name: str) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([f"{name}: cannot be read: {reason}"]) from None
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ConfigError([f"{name}: larger than {LARGEST_FILE_BYTES} bytes; not a configuration"])
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError([f"{name}:{line}: not UTF-8 text; save the file as UTF-8"]) from None

@@ -1,0 +1,143 @@
+"""`load_config`: a YAML file and `-o` overrides to a resolved, checked `Config`.
+
+Stages, each of which reports into one list: read the file and its bases, apply overrides,
+translate other spellings, check types, derive values, check constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from fourfold.config.checks import check
+from fourfold.config.document import plain, read_tree
+from fourfold.config.entry import Entry, Findings, Report, Tree, find, in_reading_order, walk
+from fourfold.config.fields import Section, allowed_text, leaves, section_type
+from fourfold.config.nearest import nearest
+from fourfold.config.overrides import apply_overrides
+from fourfold.config.resolve import resolve
+from fourfold.config.spellings import RENAMED, translate
+from fourfold.config.tree import Config
+from fourfold.errors import ConfigError
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None
+) -> Config:
+    """Read, resolve and check a configuration; raises `ConfigError` with every problem found.
+
+    `world_size` is the number of processes started; None means that nothing is launched, and
+    then degrees are taken as written.
+    """
+    assert world_size is None or world_size >= 1
+    report = Report()
+    tree = apply_overrides(read_tree(path), list(overrides), report)
+    translate(tree, report)
+    config, reported = _validate(tree, report)
+    findings = Findings(tree, str(path), report, reported)
+    resolve(config, findings, world_size)
+    check(config, findings)
+    if report.problems:
+        raise ConfigError(in_reading_order(report.problems))
+    config.notices.extend(in_reading_order(report.notices))
+    return config
+
+
+def _validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
+    """The typed tree, with defaults in place of what is reported, and the paths reported."""
+    values = _without_nulls(tree, Config)
+    reported: set[str] = set()
+    while True:
+        try:
+            return Config.model_validate(values), reported
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                path, field = _locate(details["loc"])
+                if path in reported:
+                    continue
+                reported.add(path)
+                entry = find(tree, path)
+                assert entry is not None
+                if details["type"] == "extra_forbidden":
+                    _report_unknown(path, entry, report)
+                else:
+                    report.problem(entry.source, _type_problem(path, field, entry, details))
+                _remove(values, path.split("."))
+
+
+def _without_nulls(tree: Tree, kind: type[Section]) -> dict[str, Any]:
+    """Plain values; a null stands for the default, except under a name that does not exist."""
+    values: dict[str, Any] = {}
+    for name, entry in tree.items():
+        field = kind.model_fields.get(name)
+        inner = None if field is None else section_type(field)
+        if field is not None and entry.value is None:
+            continue
+        if inner is not None and entry.is_section:
+            values[name] = _without_nulls(entry.value, inner)
+        else:
+            values[name] = plain(entry)
+    return values
+
+
+def _locate(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The key an error is about: pydantic also names list items and the members of unions."""
+    kind: type[Section] | None = Config
+    field: FieldInfo | None = None
+    names: list[str] = []
+    for part in location:
+        if kind is None:
+            break
+        names.append(str(part))
+        field = kind.model_fields.get(str(part))
+        kind = None if field is None else section_type(field)
+    return ".".join(names), field
+
+
+def _remove(values: dict[str, Any], names: list[str]) -> None:
+    for name in names[:-1]:
+        values = values[name]
+    del values[names[-1]]
+
+
+def _type_problem(path: str, field: FieldInfo | None, entry: Entry, details: Any) -> str:
+    assert field is not None
+    value = plain(entry)
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    if section_type(field) is not None:
+        return f"{path}={shown}: this is a section; write its keys below it"
+    if details["type"] == "value_error":
+        return f"{path}={shown}: {details['ctx']['error']}"
+    hint = nearest(value, allowed_text(field).split(", ")) if isinstance(value, str) else ""
+    return f"{path}={shown} is not {allowed_text(field)}{hint}"
+
+
+def _report_unknown(path: str, entry: Entry, report: Report) -> None:
+    holder, _, name = path.rpartition(".")
+    if entry.is_section and any(old.startswith(f"{path}.") for old in RENAMED):
+        # A section of a later layout of which only some keys are known.
+        for inner, unknown in walk(entry.value, f"{path}."):
+            known = [old for old in RENAMED if old.startswith(f"{path}.")]
+            report.problem(unknown.source, f"{inner}: unknown key{nearest(inner, known)}")
+        return
+    siblings = list(_section_at(holder).model_fields)
+    elsewhere = [known for known, _ in leaves(Config) if known.rsplit(".", 1)[-1] == name]
+    if elsewhere:
+        hint = f"; did you mean {' or '.join(elsewhere)}?"
+    else:
+        hint = nearest(name, siblings) or nearest(name, [known for known, _ in leaves(Config)])
+    what = "unknown key" if holder else "unknown section"
+    report.problem(entry.source, f"{path}: {what}{hint}")
+
+
+def _section_at(path: str) -> type[Section]:
+    kind: type[Section] = Config
+    for name in filter(None, path.split(".")):
+        inner = section_type(kind.model_fields[name])
+        assert inner is not None
+        kind = inner
+    return kind

@@ -1,0 +1,131 @@
+"""The key tree for readers: JSON Schema for editors, Markdown for docs/configuration.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fourfold.config.fields import Section, allowed_text, section_type
+from fourfold.config.render import format_value
+from fourfold.config.spellings import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
+from fourfold.config.tree import Config
+
+_INTRODUCTION = """\
+# Configuration
+
+A run is described by one YAML file and, for single values, `-o Section.key=value` on the command
+line. `fourfold config show -c FILE` prints the resolved tree, `fourfold config check -c FILE` its
+problems, `fourfold config schema` a JSON Schema for editors. This page is made from the same
+declarations (`python -m fourfold.config` writes it).
+
+- A key that is left out, or null (`key:` with nothing after it, `null`, `~` or `None`), has its
+  default. An empty section is a section of defaults.
+- An unknown key is an error. All problems are reported together, each with file and line.
+- `_base_: other.yaml` at the top inherits another file, found relative to this one; sections are
+  merged key by key. `_inherited_: False` inside a section drops what it would inherit.
+- `-o` takes words as YAML does (`1e-5`, `True`, `null`, `./data`), quoted strings and lists
+  (`-o Profiler.scheduler=[1,5]`). Everything after the first `=` is the value. The last one wins.
+- `Section.key` names a key everywhere: in messages, after `-o`, in Python (`config.Section.key`).
+"""
+
+_SPELLINGS = """\
+## Other spellings
+
+Files of earlier and later FleetX versions are read as they are, with a notice for each key that
+has another name here. Keys of the 2022 layout under `PreTraining:` go to their sections, and a
+section pasted inside another one is taken out of it.
+"""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a file in the documented spelling; null is allowed, as the default."""
+    schema = Config.model_json_schema()
+    for part in [schema, *schema["$defs"].values()]:
+        part.pop("title", None)
+        for name, field in part["properties"].items():
+            field.pop("title", None)
+            part["properties"][name] = _or_null(field)
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "Fourfold configuration"
+    schema["description"] = "Sections and keys of a Fourfold run."
+    schema["properties"]["_base_"] = {
+        "type": "string",
+        "description": "Another file to inherit from, relative to this one.",
+    }
+    return schema
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    about = {name: value for name, value in field.items() if name in ("description", "default")}
+    kind = {name: value for name, value in field.items() if name not in about}
+    options = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
+    if {"type": "null"} not in options:
+        options = [*options, {"type": "null"}]
+    return {**about, "anyOf": options}
+
+
+def markdown_reference() -> str:
+    """docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    for name, field in Config.model_fields.items():
+        kind = section_type(field)
+        assert kind is not None
+        parts.append(f"## {name}\n\n{field.description}\n\n" + _table(kind, ""))
+    parts += [_SPELLINGS, _spellings_table()]
+    return "\n".join(parts)
+
+
+def _table(kind: type[Section], prefix: str) -> str:
+    rows = _rows(kind, prefix)
+    return _markdown_table(("key", "accepts", "default", "meaning"), rows)
+
+
+def _rows(kind: type[Section], prefix: str) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, field in kind.model_fields.items():
+        inner = section_type(field)
+        if inner is None:
+            default = field.default
+            shown = "null" if default is None else format_value(default)
+            rows.append(
+                (f"`{prefix}{name}`", allowed_text(field), f"`{shown}`", field.description or "")
+            )
+        else:
+            rows.append((f"`{prefix}{name}`", "section", "", field.description or ""))
+            rows += _rows(inner, f"{prefix}{name}.")
+    return rows
+
+
+def _spellings_table() -> str:
+    rows = [(f"`{old}`", f"read as `{new}`") for old, new in RENAMED.items()]
+    rows += [
+        ("`Optimizer.grad_clip.clip_norm`", "read as `Optimizer.grad_clip`"),
+        (
+            "`Engine.mix_precision.enable`",
+            "False is `dtype: float32`; True is `dtype`, or float16 when that is not given",
+        ),
+        (
+            "`Model.vocab_size_divisible_unit`",
+            "`Model.vocab_size` is padded to a multiple of it times `mp_degree`",
+        ),
+    ]
+    rows += [
+        (f"`{path}`", f"{', '.join(f'`{name}`' for name in names)}; else an error: {remedy}")
+        for path, (names, remedy) in ONLY.items()
+    ]
+    rows += [(f"`{path}`", f"no effect: {reason}") for path, reason in WITHOUT_EFFECT.items()]
+    rows += [
+        (f"`{path}`", f"an error when enabled: {remedy}")
+        for path, (_, remedy) in NOT_OFFERED.items()
+    ]
+    return _markdown_table(("spelling", "here"), rows)
+
+
+def _markdown_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        )
+        + "\n"
+    )

@@ -1,0 +1,210 @@
+"""Values that follow from others: degrees, batch sizes, precision, widths, counts.
+
+Every `derived` key of the tree has its value after `resolve`. What cannot be derived is reported
+and replaced by something harmless, so that the checks can still look at the rest.
+"""
+
+from __future__ import annotations
+
+from fourfold.config.entry import Findings
+from fourfold.config.run import Dtype, Level
+from fourfold.config.tree import Config
+
+DEFAULT_MICRO_BATCH = 8
+_LEVELS: dict[Dtype, Level | None] = {"float32": None, "bfloat16": "O1", "float16": "O2"}
+_BATCH = "Data.batch_size"
+_DEGREES = (
+    "Distributed.dp_degree",
+    "Distributed.sharding.sharding_degree",
+    "Distributed.mp_degree",
+    "Distributed.pp_degree",
+)
+
+
+def resolve(config: Config, findings: Findings, world_size: int | None) -> None:
+    """Fill in and adjust `config` for `world_size` processes, or for none started (None)."""
+    if config.Global.device == "gpu":
+        config.Global.device = "cuda"
+    _resolve_degrees(config, findings, world_size)
+    _resolve_batch(config, findings)
+    _resolve_engine(config, findings)
+    _resolve_precision(config, findings)
+    _resolve_model(config, findings)
+    if config.Optimizer.lr.decay_steps is None:
+        config.Optimizer.lr.decay_steps = config.Engine.max_steps
+    _resolve_usage(config)
+
+
+def _resolve_degrees(config: Config, findings: Findings, world_size: int | None) -> None:
+    layout = config.Distributed
+    sharding = layout.sharding.sharding_degree
+    others = layout.mp_degree * layout.pp_degree * sharding
+    product = f"mp_degree={layout.mp_degree} * pp_degree={layout.pp_degree} * {sharding=}"
+    product = product.replace("sharding=", "sharding_degree=")
+    if world_size is None:
+        if layout.dp_degree is None:
+            layout.dp_degree = _assumed_dp(config, findings)
+    elif world_size % others:
+        needed = others * (layout.dp_degree or 1)
+        findings.problem(
+            f"Distributed: {product} = {others} does not divide the {world_size} processes "
+            f"started; start {needed}, or another multiple of {others}, or lower a degree",
+            *_DEGREES[1:],
+        )
+        layout.dp_degree = layout.dp_degree or 1
+    else:
+        fitting = world_size // others
+        if layout.dp_degree not in (None, fitting):
+            findings.notice(
+                f"Distributed.dp_degree={layout.dp_degree} * {product} is not the {world_size} "
+                f"processes started; dp_degree becomes {fitting}",
+                *_DEGREES,
+            )
+        layout.dp_degree = fitting
+
+
+def _assumed_dp(config: Config, findings: Findings) -> int:
+    """Before launch the number of processes is unknown; batch sizes may still tell it."""
+    sizes = config.Data.batch_size
+    sharding = config.Distributed.sharding.sharding_degree
+    dp = 1
+    if sizes.global_batch_size is not None and sizes.local_batch_size is not None:
+        per_copy = sizes.local_batch_size * sharding
+        if sizes.global_batch_size % per_copy == 0:
+            dp = sizes.global_batch_size // per_copy
+    findings.notice(
+        f"Distributed.dp_degree is derived from the number of processes at launch; {dp} is "
+        "assumed until then",
+        "Distributed.dp_degree",
+    )
+    return dp
+
+
+def _resolve_batch(config: Config, findings: Findings) -> None:
+    sizes = config.Data.batch_size
+    dp = config.Distributed.dp_degree
+    sharding = config.Distributed.sharding.sharding_degree
+    ranks = dp * sharding
+    names = (f"{_BATCH}.global_batch_size", f"{_BATCH}.local_batch_size", *_DEGREES)
+    spread = f"dp_degree={dp} * sharding_degree={sharding}"
+    if sizes.global_batch_size is None and sizes.local_batch_size is None:
+        sizes.local_batch_size = sizes.micro_batch_size or DEFAULT_MICRO_BATCH
+        findings.notice(
+            f"{_BATCH}: neither global_batch_size nor local_batch_size is given; "
+            f"local_batch_size={sizes.local_batch_size} is used",
+            *names,
+        )
+    if sizes.global_batch_size is None:
+        sizes.global_batch_size = sizes.local_batch_size * ranks
+    elif sizes.local_batch_size is None:
+        if sizes.global_batch_size % ranks:
+            findings.problem(
+                f"{names[0]}={sizes.global_batch_size} is not a multiple of {spread}; choose "
+                f"{_multiple_near(sizes.global_batch_size, ranks)}",
+                *names,
+            )
+        sizes.local_batch_size = max(1, sizes.global_batch_size // ranks)
+    elif sizes.global_batch_size != sizes.local_batch_size * ranks:
+        findings.problem(
+            f"{names[0]}={sizes.global_batch_size} is not local_batch_size="
+            f"{sizes.local_batch_size} * {spread} = {sizes.local_batch_size * ranks}; give one "
+            "of the two sizes and leave the other empty",
+            *names,
+        )
+    _resolve_micro_batch(config, findings)
+
+
+def _multiple_near(size: int, factor: int) -> str:
+    below = size // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def _resolve_micro_batch(config: Config, findings: Findings) -> None:
+    sizes = config.Data.batch_size
+    local = sizes.local_batch_size
+    if sizes.micro_batch_size is None:
+        most = max(1, min(DEFAULT_MICRO_BATCH, local // config.Distributed.pp_degree))
+        sizes.micro_batch_size = next(size for size in range(most, 0, -1) if local % size == 0)
+    elif local % sizes.micro_batch_size:
+        findings.problem(
+            f"{_BATCH}.micro_batch_size={sizes.micro_batch_size} does not divide "
+            f"local_batch_size={local}; choose a divisor of {local}",
+            f"{_BATCH}.micro_batch_size",
+            f"{_BATCH}.local_batch_size",
+            f"{_BATCH}.global_batch_size",
+        )
+    steps = max(1, local // sizes.micro_batch_size)
+    if config.Engine.accumulate_steps not in (None, steps):
+        findings.notice(
+            f"Engine.accumulate_steps={config.Engine.accumulate_steps} becomes {steps} = "
+            f"local_batch_size / micro_batch_size",
+            "Engine.accumulate_steps",
+        )
+    config.Engine.accumulate_steps = steps
+
+
+def _resolve_engine(config: Config, findings: Findings) -> None:
+    engine = config.Engine
+    if engine.test_iters is None:
+        engine.test_iters = 10 * engine.eval_iters
+    engine.save_load.save_steps = max(0, engine.save_load.save_steps)
+    if engine.num_train_epochs != 1:
+        findings.notice(
+            f"Engine.num_train_epochs={engine.num_train_epochs} has no effect: "
+            f"Engine.max_steps={engine.max_steps} ends the run",
+            "Engine.num_train_epochs",
+        )
+
+
+def _resolve_precision(config: Config, findings: Findings) -> None:
+    precision = config.Engine.mix_precision
+    names = ("Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.dtype")
+    switched: Dtype = "float16" if precision.use_pure_fp16 else "float32"
+    if precision.dtype is None:
+        precision.dtype = switched
+    elif precision.use_pure_fp16 not in (None, precision.dtype == "float16"):
+        said = f"{names[0]}={precision.use_pure_fp16} and {names[1]}={precision.dtype} contradict"
+        if findings.layer(names[0]) > findings.layer(names[1]):
+            precision.dtype = switched
+        findings.notice(f"{said}; {precision.dtype} is used", *names)
+    precision.use_pure_fp16 = precision.dtype == "float16"
+    level = _LEVELS[precision.dtype]
+    if precision.level not in (None, level):
+        findings.notice(
+            f"Engine.mix_precision.level={precision.level} is not offered with {precision.dtype}; "
+            f"{level or 'no level'} is used",
+            "Engine.mix_precision.level",
+        )
+    precision.level = level
+
+
+def _resolve_model(config: Config, findings: Findings) -> None:
+    model = config.Model
+    if model.ffn_hidden_size is None:
+        model.ffn_hidden_size = 4 * model.hidden_size
+    if model.use_recompute:
+        model.recompute_granularity = model.recompute_granularity or "full"
+    elif model.recompute_granularity is not None:
+        findings.notice(
+            f"Model.recompute_granularity={model.recompute_granularity} has no effect with "
+            "Model.use_recompute=False",
+            "Model.recompute_granularity",
+        )
+        model.recompute_granularity = None
+    if model.sequence_parallel and config.Distributed.mp_degree == 1:
+        findings.notice(
+            "Model.sequence_parallel has no effect with Distributed.mp_degree=1",
+            "Model.sequence_parallel",
+        )
+        model.sequence_parallel = False
+
+
+def _resolve_usage(config: Config) -> None:
+    if config.Inference.model_dir is None:
+        config.Inference.model_dir = config.Engine.save_load.output_dir
+    if config.Inference.mp_degree is None:
+        config.Inference.mp_degree = config.Distributed.mp_degree
+    if config.Eval.max_seq_len is None:
+        config.Eval.max_seq_len = config.Data.dataset.max_seq_len
+    if config.Eval.overlapping_eval is None:
+        config.Eval.overlapping_eval = config.Eval.max_seq_len

@@ -1,0 +1,198 @@
+"""The sections that describe a run: Global, Engine and Data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, field_validator
+
+from fourfold.config.fields import (
+    LARGEST,
+    Count,
+    CountOrZero,
+    Number,
+    Positive,
+    Section,
+    derived,
+    key,
+    section,
+)
+
+Seed = Annotated[int, Number, Ge(0), Le(2**32 - 1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Level = Literal["O1", "O2"]
+Interval = Annotated[int, Number, Ge(-1), Le(LARGEST)]
+
+
+class Global(Section):
+    device: Literal["auto", "cpu", "gpu", "cuda"] = key(
+        "auto",
+        "Where to run: auto takes CUDA devices when there are any and the CPU otherwise; gpu is "
+        "another name for cuda. (FleetX's default was gpu.)",
+    )
+    seed: Seed = key(
+        1024,
+        "Seed of the initial weights, the order of the samples and dropout. The same seed gives "
+        "the same run on any layout.",
+    )
+    tokenizer: str | None = key(
+        None,
+        "Path of a tokenizer.json, or of a directory with tokenizer.json or vocab.json and "
+        "merges.txt. Needed to read prompts and to write text; training on tokens works without.",
+    )
+    peak_tflops: Literal["measure"] | Positive | None = key(
+        None,
+        "Peak TFLOP/s of one device, the denominator of MFU: a number, or measure to time matrix "
+        "products at start. Null takes the known figure of the device, else MFU is n/a.",
+    )
+
+
+class MixPrecision(Section):
+    use_pure_fp16: bool = derived(
+        "Train in float16 with float32 master weights, the originals' switch. Null follows dtype. "
+        "(FleetX's default was True; here a run without a word about precision is float32.)"
+    )
+    dtype: Dtype = derived(
+        "Arithmetic of the model. Null is float16 with use_pure_fp16, else float32."
+    )
+    level: Level | None = key(
+        None,
+        "How dtype is applied; null chooses. bfloat16 runs at O1 (autocast, float32 weights), "
+        "float16 at O2 (float16 weights, float32 master weights), float32 has no level.",
+    )
+    scale_loss: Positive = key(32768.0, "Initial dynamic loss scale; used with float16 only.")
+    custom_black_list: list[str] = key(
+        ["reduce_sum", "c_softmax_with_cross_entropy", "elementwise_div"],
+        "Paddle operator names kept in float32. Those with a counterpart here are float32 "
+        "already; the run says which others it cannot map.",
+    )
+    custom_white_list: list[str] = key(
+        ["lookup_table", "lookup_table_v2"],
+        "Paddle operator names computed in the low precision. The run says which it cannot map.",
+    )
+
+    @field_validator("level", mode="before")
+    @classmethod
+    def _level_in_capitals(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+
+class SaveLoad(Section):
+    save_steps: Interval = key(
+        1000, "Write a checkpoint every this many steps; 0 or -1 only at the end of the run."
+    )
+    output_dir: str = key(
+        "./output", "Run directory: checkpoints step_N, logs and metrics are written here."
+    )
+    ckpt_dir: str | None = key(
+        None, "Checkpoint to start from: a step_N directory, an output directory, or latest."
+    )
+    keep_last: CountOrZero = key(3, "How many of the newest checkpoints to keep; 0 keeps all.")
+    auto_resume: bool = key(
+        True, "With ckpt_dir null, continue from the newest whole checkpoint in output_dir."
+    )
+
+
+class Engine(Section):
+    max_steps: Count = key(500000, "Stop after this many optimizer steps.")
+    num_train_epochs: Count = key(
+        1,
+        "Kept for the originals' files and without effect: max_steps ends the run, and the data "
+        "repeats, reshuffled, as often as that needs.",
+    )
+    accumulate_steps: Count = derived(
+        "Micro-batches per optimizer step on each data rank. Always local_batch_size / "
+        "micro_batch_size; a different value given here is replaced."
+    )
+    logging_freq: Count = key(1, "Print a log line every this many steps.")
+    eval_freq: CountOrZero = key(500, "Evaluate every this many steps; 0 never.")
+    eval_iters: Count = key(10, "Batches per evaluation.")
+    test_iters: CountOrZero = derived(
+        "Batches of the test split at the end of the run; 0 for no test. Null is 10 * eval_iters."
+    )
+    graph_mode: Literal["dynamic", "static"] = key(
+        "dynamic", "dynamic runs the model eagerly, static compiles it with torch.compile."
+    )
+    max_skipped_steps: Count = key(
+        10,
+        "An update with a non-finite loss or gradient is skipped; after this many in a row the "
+        "run stops.",
+    )
+    tensorboard: bool = key(True, "Write TensorBoard event files to output_dir.")
+    wandb: bool = key(False, "Log to Weights & Biases as well; needs the wandb package.")
+    mix_precision: MixPrecision = section(MixPrecision, "Number formats of training.")
+    save_load: SaveLoad = section(SaveLoad, "Checkpoints: when, where, and what to start from.")
+
+
+class BatchSize(Section):
+    global_batch_size: Count = derived(
+        "Samples per optimizer step over all ranks. Null is local_batch_size * dp_degree * "
+        "sharding_degree."
+    )
+    local_batch_size: Count = derived(
+        "Samples per optimizer step on one data rank. Null is global_batch_size / (dp_degree * "
+        "sharding_degree); with both null it is micro_batch_size, else 8."
+    )
+    micro_batch_size: Count = derived(
+        "Samples per forward pass. Null is the largest divisor of local_batch_size up to 8 that "
+        "leaves a micro-batch for every pipeline stage. (FleetX's default was 8.)"
+    )
+
+
+def _split_text(value: Any) -> Any:
+    """`[969, 30, 1]`, as later FleetX files write it, is '969,30,1'."""
+    if isinstance(value, list):
+        return ",".join(str(part) for part in value)
+    return value
+
+
+class Dataset(Section):
+    input_dir: str | list[str] | None = key(
+        None,
+        "Token files: a directory (every dataset in it is used), a dataset's path without its "
+        "suffix, or a list of such paths. Training needs it.",
+    )
+    split: Annotated[str, BeforeValidator(_split_text)] = key(
+        "949,50,1",
+        "Shares of the documents for training, validation and test, in file order; comma or "
+        "slash separated. Missing parts are 0.",
+    )
+    max_seq_len: Count = key(1024, "Tokens per sample.")
+    order: Literal["megatron", "fleetx"] = key(
+        "megatron",
+        "Order of documents inside an epoch before samples are cut: megatron shuffles them, "
+        "fleetx keeps file order. Samples are shuffled in both.",
+    )
+    eos_token_id: CountOrZero | None = key(
+        None, "Id of the end-of-text token in the data. Null takes the tokenizer's."
+    )
+    eod_mask_loss: bool = key(
+        True, "Leave out of the loss the positions whose input is the end-of-text token."
+    )
+    cache_dir: str | None = key(
+        None, "Directory of the sample index caches. Null keeps them beside the data."
+    )
+    prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, text: str) -> str:
+        separator = "," if "," in text else "/"
+        parts = [part.strip() for part in text.split(separator)]
+        try:
+            shares = [float(part) for part in parts]
+        except ValueError:
+            shares = []
+        if not 1 <= len(shares) <= 3 or not all(0 <= share < 1e12 for share in shares):
+            raise ValueError("give one to three shares of at least 0, such as '949,50,1'")
+        if sum(shares) <= 0:
+            raise ValueError("at least one share must be above 0, as in '949,50,1'")
+        return text
+
+
+class Data(Section):
+    batch_size: BatchSize = section(
+        BatchSize, "global = local * data ranks; local = micro * accumulate_steps."
+    )
+    dataset: Dataset = section(Dataset, "Which tokens are read, and how they become samples.")

@@ -1,0 +1,128 @@
+"""The three indices that turn documents into samples, as Megatron and FleetX build them.
+
+    document index   documents of all epochs in the order they are read
+    sample index     row k: where sample k starts, as (position in the document index, token)
+    shuffle index    the order in which samples are served
+
+Sample k is the tokens k*L to k*L + L of the documents laid end to end in that order: L+1 tokens,
+the last of which is also the first of sample k+1. Documents are repeated for as many epochs as
+the samples asked for need. If the last epoch would contribute less than 80 % of its samples, its
+documents and samples are shuffled apart from the earlier ones, so that it does not thin them out.
+
+Letters: D documents of the part, T tokens of the part, L sequence length, E epochs, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.errors import DataError
+
+ORDERS = ("megatron", "fleetx")
+# Positions and ids of documents are int32, in the originals' files as in ours.
+MAX_POSITIONS = 2**31 - 1
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about the indices of a part that follows from its counts alone."""
+
+    documents: int
+    tokens_per_epoch: int
+    seq_len: int
+    epochs: int
+    num_samples: int
+    first_epochs: int  # shuffled together; the rest, none or the last epoch, apart
+    first_samples: int
+
+
+def plan_indices(documents: int, tokens_per_epoch: int, seq_len: int, num_samples: int) -> Plan:
+    """How many epochs `num_samples` take, and whether the last one is shuffled apart."""
+    if tokens_per_epoch == 0:
+        return Plan(documents, 0, seq_len, 0, 0, 0, 0)
+    epochs = max(-(-(num_samples * seq_len + 1) // tokens_per_epoch), 1)
+    if documents * epochs > MAX_POSITIONS:
+        raise DataError(
+            f"{num_samples} samples of {seq_len} tokens would repeat the {documents} documents "
+            f"({tokens_per_epoch} tokens) {epochs} times, more than 2^31 documents in all; give "
+            "this part more data or ask for fewer samples"
+        )
+    total = (epochs * tokens_per_epoch - 1) // seq_len
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len if epochs > 1 else 0
+    per_epoch = (tokens_per_epoch - 1) // seq_len
+    from_last = num_samples - before_last
+    if epochs > 1 and from_last < int(0.80 * per_epoch):
+        return Plan(documents, tokens_per_epoch, seq_len, epochs, total, epochs - 1, before_last)
+    return Plan(documents, tokens_per_epoch, seq_len, epochs, total, epochs, total)
+
+
+def build_indices(
+    ranges: Sequence[tuple[int, int]], sizes: np.ndarray, plan: Plan, seed: int, order: str
+) -> dict[str, np.ndarray]:
+    """Document, sample and shuffle index; `ranges` are the part's documents within `sizes`."""
+    rng = np.random.RandomState(seed)
+    document_index = build_document_index(ranges, plan, rng, shuffled=order == "megatron")
+    sample_index = build_sample_index(sizes, document_index, plan)
+    return {
+        "document_index": document_index,
+        "sample_index": sample_index,
+        "shuffle_index": build_shuffle_index(plan, rng),
+    }
+
+
+def build_document_index(
+    ranges: Sequence[tuple[int, int]], plan: Plan, rng: np.random.RandomState, shuffled: bool
+) -> np.ndarray:
+    documents = np.concatenate([np.arange(first, last, dtype=np.int32) for first, last in ranges])
+    index = np.tile(documents, plan.epochs)  # (E D,)
+    if shuffled:
+        first = plan.first_epochs * plan.documents
+        rng.shuffle(index[:first])
+        rng.shuffle(index[first:])
+    return index
+
+
+def build_sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: Plan) -> np.ndarray:
+    """Find the document holding token k*L for every k, a block of documents at a time.
+
+    Every row but the first points at a token, so empty documents are never pointed at; the first
+    row is the beginning, whatever lies there.
+    """
+    # Gathering from an array that is not aligned, as in an .idx file, copies it whole each time.
+    sizes = np.require(sizes, requirements="A")
+    seq_len, rows = plan.seq_len, plan.num_samples + 1
+    index = np.zeros((rows, 2), sample_index_dtype(sizes))  # (N+1, 2)
+    begin = 0
+    for first in range(0, len(document_index), BLOCK):
+        lengths = sizes[document_index[first : first + BLOCK]]
+        ends = np.cumsum(lengths, dtype=np.int64) + begin
+        end = int(ends[-1])
+        row, next_row = -(-begin // seq_len), min(-(-end // seq_len), rows)
+        starts = np.arange(row, next_row, dtype=np.int64) * seq_len
+        position = np.searchsorted(ends, starts, side="right")
+        index[row:next_row, 0] = position + first
+        index[row:next_row, 1] = starts - (ends[position] - lengths[position])
+        begin = end
+    index[0] = 0
+    return index
+
+
+def build_shuffle_index(plan: Plan, rng: np.random.RandomState) -> np.ndarray:
+    index = np.arange(plan.num_samples, dtype=shuffle_index_dtype(plan))  # (N,)
+    rng.shuffle(index[: plan.first_samples])
+    rng.shuffle(index[plan.first_samples :])
+    return index
+
+
+def sample_index_dtype(sizes: np.ndarray) -> np.dtype:
+    """int32 unless an offset within a document needs more."""
+    wide = sizes.dtype.itemsize > 4 and len(sizes) > 0 and int(sizes.max()) > MAX_POSITIONS
+    return np.dtype(np.int64 if wide else np.int32)
+
+
+def shuffle_index_dtype(plan: Plan) -> np.dtype:
+    return np.dtype(np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)

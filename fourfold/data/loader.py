@@ -1,0 +1,143 @@
+"""Global batch `step` of a run, or one rank's slice of it, as a pure function of the step.
+
+Batch k is samples [k*G, (k+1)*G) for global batch size G; rank r of R takes the r-th contiguous
+slice of G/R. So the global batch does not depend on the number of ranks, and resuming needs the
+step alone. A batch beyond the last sample is an error, never a silent second pass: samples are
+opened for the length of the run.
+
+Letters: G global batch, B this rank's part of it, T sequence length.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fourfold.data.samples import Samples
+from fourfold.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch. The tensors belong to the caller."""
+
+    tokens: torch.Tensor  # (B, T) int64
+    labels: torch.Tensor  # (B, T) int64
+    loss_mask: torch.Tensor  # (B, T) float32
+    position_ids: torch.Tensor  # (B, T) int64
+    sample_ids: np.ndarray  # (B,) int64, positions in the samples
+    global_valid_tokens: float  # ones in the masks of the whole global batch
+
+
+class Loader:
+    """Serves batches in any order; the `prefetch` after the last one asked are made meanwhile."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        global_batch_size: int,
+        eos_token_id: int | None = None,
+        eod_mask_loss: bool = True,
+        rank: int = 0,
+        size: int = 1,
+        prefetch: int = 2,
+    ) -> None:
+        if global_batch_size < 1 or global_batch_size % size != 0:
+            raise DataError(
+                f"global_batch_size={global_batch_size} cannot be divided over {size} data ranks; "
+                f"choose a multiple of {size}"
+            )
+        assert 0 <= rank < size and prefetch >= 0, (rank, size, prefetch)
+        self.samples = samples
+        self.global_batch_size = global_batch_size
+        self._masked_token = eos_token_id if eod_mask_loss else None
+        self._rank = rank
+        self._local_batch_size = global_batch_size // size
+        self._prefetch = prefetch
+        self._pending: dict[int, Future[Batch]] = {}
+        self._worker: ThreadPoolExecutor | None = None
+        self._worker_process = 0
+
+    @property
+    def num_batches(self) -> int:
+        """How many whole global batches the samples hold."""
+        return len(self.samples) // self.global_batch_size
+
+    def batch(self, step: int) -> Batch:
+        """This rank's slice of global batch `step`, counted from 0."""
+        self._check_step(step)
+        self._forget_if_forked()
+        made = self._pending.pop(step, None)
+        self._schedule(range(step + 1, min(step + 1 + self._prefetch, self.num_batches)))
+        return self._make(step) if made is None else made.result()
+
+    def close(self) -> None:
+        """Stop the background thread. The loader may still be used and starts another."""
+        if self._worker is not None and self._worker_process == os.getpid():
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker = None
+        self._pending.clear()
+
+    def _check_step(self, step: int) -> None:
+        if 0 <= step < self.num_batches:
+            return
+        if len(self.samples) == 0:
+            raise DataError(
+                f"{self.samples.name}: holds no samples, so it has no batch {step}; give it a "
+                "share in Data.dataset.split, or more documents"
+            )
+        raise DataError(
+            f"{self.samples.name}: batch {step} does not exist; {len(self.samples)} samples give "
+            f"{self.num_batches} batches of {self.global_batch_size} (0 to {self.num_batches - 1})"
+        )
+
+    def _forget_if_forked(self) -> None:
+        """A forked process has its parent's futures but not the thread that would finish them."""
+        if self._worker_process != os.getpid():
+            self._worker = None
+            self._pending = {}
+
+    def _schedule(self, steps: range) -> None:
+        for step in [step for step in self._pending if step not in steps]:
+            self._pending.pop(step).cancel()
+        for step in steps:
+            if step not in self._pending:
+                if self._worker is None:
+                    self._worker = ThreadPoolExecutor(1, thread_name_prefix="fourfold-data")
+                    self._worker_process = os.getpid()
+                self._pending[step] = self._worker.submit(self._make, step)
+
+    def _make(self, step: int) -> Batch:
+        # Preparing and inspecting data import this package too, and should not wait for torch.
+        import torch
+
+        samples, length = self.samples, self.samples.seq_len
+        whole = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+        first = self._rank * self._local_batch_size
+        own = whole[first : first + self._local_batch_size]
+        rows = np.empty((len(own), length + 1), np.int64)  # (B, T+1)
+        for row, sample in zip(rows, own):
+            samples.read(int(sample), row)
+        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each
+        loss_mask = np.ones(tokens.shape, np.float32)
+        valid = self.global_batch_size * length
+        if self._masked_token is not None:
+            loss_mask[tokens == self._masked_token] = 0.0
+            others = np.concatenate([whole[:first], whole[first + len(own) :]])
+            valid -= int(np.count_nonzero(loss_mask == 0.0))
+            valid -= sum(samples.count_inputs(int(i), self._masked_token) for i in others)
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(loss_mask),
+            position_ids=torch.arange(length).repeat(len(own), 1),  # (B, T)
+            sample_ids=own,
+            global_valid_tokens=float(valid),
+        )

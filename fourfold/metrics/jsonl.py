@@ -1,0 +1,131 @@
+"""`metrics.jsonl`: every record of a run, one JSON object per line, append-only.
+
+JSON has no NaN or infinity, so they are written as the strings "NaN", "Infinity", "-Infinity";
+`read_jsonl` gives them back as floats. Each line is handed to the system at once, so a crash can
+tear only the last one, which readers pass over. A run resumed at step k goes on after the records
+of step k: what the interrupted run wrote beyond is dropped, and the file as it was stays beside
+it as `metrics.jsonl.bak`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fourfold.errors import DataError
+
+FILE_NAME = "metrics.jsonl"
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All records of a metrics file, oldest first. A torn last line is passed over."""
+    parsed = _parse(Path(path))
+    if parsed.damaged and parsed.damaged != [parsed.torn_line]:
+        raise DataError(
+            f"{path}, line {parsed.damaged[0]}: not a JSON object, so the records of this run "
+            "cannot be read; remove the line, or restore the file"
+        )
+    return parsed.records
+
+
+class JsonLines:
+    """Appends records to `path`; history beyond `resume_step` is cut off first.
+
+    `dropped` says how many lines were cut off.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self.dropped = _cut_history(path, resume_step) if path.exists() else 0
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(_line(record))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Parsed(NamedTuple):
+    records: list[dict[str, Any]]
+    damaged: list[int]  # numbers of the lines that hold no record, the first being 1
+    torn_line: int | None  # number of the last line when its newline is missing
+
+
+def _parse(path: Path) -> _Parsed:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    torn_line = len(lines) if lines[-1] else None
+    records, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(_decode(record))
+        else:
+            damaged.append(number)
+    return _Parsed(records, damaged, torn_line)
+
+
+def _cut_history(path: Path, last_step: int) -> int:
+    """Drop records beyond `last_step`, and damaged lines; how many lines went."""
+    parsed = _parse(path)
+    kept = [record for record in parsed.records if _step(record) <= last_step]
+    dropped = len(parsed.records) - len(kept) + len(parsed.damaged)
+    if dropped:
+        shutil.copyfile(path, path.with_name(path.name + ".bak"))
+    if dropped or parsed.torn_line:
+        _replace_text(path, "".join(_line(record) for record in kept))
+    return dropped
+
+
+def _step(record: Mapping[str, Any]) -> int:
+    step = record.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write `path` so that a crash leaves the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_encode(record), allow_nan=False) + "\n"
+
+
+def _encode(value: Any) -> Any:
+    """`value` with the floats JSON does not have as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    """What `_encode` was given. The text of a notice is words, whatever it says."""
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: item if key == "text" else _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value

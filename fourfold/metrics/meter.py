@@ -1,0 +1,171 @@
+"""Times the steps of a run and makes one record per logging window.
+
+A window is the `logging_freq` steps up to the one logged (fewer after a resume between two
+multiples). Times are wall-clock means per step over the window. Evaluating and saving happen
+between steps: their time is reported, but is no part of the cost of a batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import SupportsFloat
+
+from torch.profiler import record_function
+
+from fourfold.metrics.memory import device_memory, host_memory
+
+BETWEEN_STEPS = ("evaluate", "save")
+PROFILER_PREFIX = "fourfold/"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training record: the last step of a window, and means over the window."""
+
+    step: int  # global, the first is 1
+    epoch: int
+    batch: int  # the first is 0
+    loss: float
+    learning_rate: float  # of the next step, as FleetX logs it
+    grad_norm: float | None
+    loss_scale: float | None
+    skipped: int  # updates skipped so far
+    tokens: int  # seen so far, by all ranks
+    reader_seconds: float
+    batch_seconds: float  # includes reader_seconds
+    steps_per_second: float
+    ips_total: float  # tokens per second of all ranks
+    ips: float  # tokens per second of one rank
+    mfu: float | None
+    rss_bytes: int | None
+    peak_rss_bytes: int | None
+    device_bytes: int | None
+    peak_device_bytes: int | None
+    seconds: dict[str, float]  # mean per step of every phase that was timed
+    time: str  # ISO 8601, with the offset from UTC
+
+
+class Meter:
+    """Wrap the parts of a step in `timed`, then call `end_step` once.
+
+    The clock starts with the first `timed` phase (or, without any, when the meter is made), so
+    whatever is set up before the loop does not count as part of step 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        world_size: int = 1,
+        logging_freq: int = 1,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`peak_flops` is one device's, in FLOP/s; without it the MFU is None."""
+        assert tokens_per_step > 0 and world_size > 0 and logging_freq > 0
+        self.tokens_per_step = tokens_per_step
+        self.world_size = world_size
+        self.logging_freq = logging_freq
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self._clock = clock
+        self._window_start = clock()
+        self._window_steps = 0
+        self._phase_seconds: defaultdict[str, float] = defaultdict(float)
+        self._in_phase = False
+        self._started = False
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time of this block as `phase`; a phase inside another belongs to the outer.
+
+        A profiler that is recording shows the phase as a range.
+        """
+        if self._in_phase:
+            yield
+            return
+        start = self._clock()
+        if not self._started:
+            self._window_start, self._started = start, True
+        self._in_phase = True
+        try:
+            with record_function(PROFILER_PREFIX + phase):
+                yield
+        finally:
+            self._in_phase = False
+            self._phase_seconds[phase] += self._clock() - start
+
+    def end_step(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        batch: int,
+        loss: SupportsFloat,
+        learning_rate: float,
+        grad_norm: SupportsFloat | None = None,
+        loss_scale: float | None = None,
+        skipped: int = 0,
+    ) -> Step | None:
+        """The record of the window that ends here, or None when `step` is not to be logged.
+
+        Loss and norm may be tensors: they are read, which waits for the device, only when logged.
+        """
+        self._window_steps += 1
+        if step % self.logging_freq != 0:
+            return None
+        loss = float(loss)
+        grad_norm = None if grad_norm is None else float(grad_norm)
+        seconds, batch_seconds = self._close_window()
+        # A clock too coarse to see the step has no rate to tell; 0 keeps every sink readable.
+        steps_per_second = 1 / batch_seconds if batch_seconds > 0 else 0.0
+        ips_total = steps_per_second * self.tokens_per_step
+        host, device = host_memory(), device_memory()
+        return Step(
+            step=step,
+            epoch=epoch,
+            batch=batch,
+            loss=loss,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            skipped=skipped,
+            tokens=step * self.tokens_per_step,
+            reader_seconds=seconds.get("reader", 0.0),
+            batch_seconds=batch_seconds,
+            steps_per_second=steps_per_second,
+            ips_total=ips_total,
+            ips=ips_total / self.world_size,
+            mfu=self._mfu(ips_total),
+            rss_bytes=host.rss_bytes,
+            peak_rss_bytes=host.peak_rss_bytes,
+            device_bytes=device.allocated_bytes if device else None,
+            peak_device_bytes=device.peak_allocated_bytes if device else None,
+            seconds=seconds,
+            time=timestamp(),
+        )
+
+    def _close_window(self) -> tuple[dict[str, float], float]:
+        """Seconds of each phase and of a batch, per step of the window; then a new window."""
+        now, steps = self._clock(), self._window_steps
+        totals = dict(self._phase_seconds)
+        between = sum(totals.get(phase, 0.0) for phase in BETWEEN_STEPS)
+        batch_seconds = (now - self._window_start - between) / steps
+        self._window_start, self._window_steps = now, 0
+        self._phase_seconds.clear()
+        return {phase: total / steps for phase, total in totals.items()}, batch_seconds
+
+    def _mfu(self, ips_total: float) -> float | None:
+        if self.peak_flops is None or self.flops_per_token is None:
+            return None
+        return self.flops_per_token * ips_total / (self.peak_flops * self.world_size)
+
+
+def timestamp() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")

@@ -1,0 +1,62 @@
+"""Tensors whose every byte follows from a step number, so that a reader can tell what it got."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+def sample(step: int, floats: int = 8) -> Tensors:
+    ramp = torch.arange(floats, dtype=torch.float32)
+    return {
+        "model.embed.weight": (ramp + step).reshape(2, -1),
+        "model.norm.weight": (ramp[:4] * step).to(torch.bfloat16),
+        "optim.embed.weight.exp_avg": (ramp - step).to(torch.float16),
+        "optim.step": torch.tensor(step, dtype=torch.int64),
+        "optim.empty": torch.empty(0, 3),
+    }
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "loss_scale": 32768.0 / 3, "seed": 1024, "config": {"Model": {"n": [1]}}}
+
+
+def blank(tensors: Tensors) -> Tensors:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def same_bits(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].shape == right[name].shape
+        and left[name].dtype == right[name].dtype
+        and torch.equal(bits(left[name]), bits(right[name]))
+        for name in left
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run `work` in a forked child; its exit code, 0 if `work` returned, 1 if it raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,0 +1,16 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/mutate.py
+
+
+@pytest.fixture(autouse=True)
+def own_user_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """No test reads or leaves anything in the cache of whoever runs it."""
+    directory = tmp_path_factory.mktemp("user_cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
+    return directory / "fourfold" / "data"

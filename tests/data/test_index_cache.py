@@ -1,0 +1,227 @@
+"""Cached indices: whole or not there, never stale, shared by any number of builders."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from token_files import documents_of, write_megatron
+
+from fourfold.data import Samples, indices, open_datasets
+from fourfold.data import samples as samples_module
+from fourfold.errors import DataError
+
+SIZES = [7, 0, 30, 11, 2, 19, 4, 4, 25, 13]
+
+
+def open_train(directory: Path, **change: object) -> Samples:
+    usual: dict = {"split": "1", "part": "train", "seq_len": 6, "num_samples": 40, "seed": 3}
+    return Samples.open(open_datasets(directory), **{**usual, **change})
+
+
+def served(samples: Samples) -> list[list[int]]:
+    return [samples[i].tolist() for i in range(len(samples))]
+
+
+def entries(place: Path) -> list[Path]:
+    return sorted(path for path in place.iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    write_megatron(directory / "x", documents_of(SIZES))
+    return directory
+
+
+def forbid_building(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(samples_module, "build_indices", lambda *_: pytest.fail("built again"))
+
+
+def test_the_second_opening_builds_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = served(open_train(data))
+    forbid_building(monkeypatch)
+    samples = open_train(data)
+    assert served(samples) == built
+    (entry,) = entries(data / ".fourfold_cache")
+    assert entry.name == samples.fingerprint
+    assert sorted(path.name for path in entry.iterdir()) == [
+        "document_index.npy",
+        "sample_index.npy",
+        "shuffle_index.npy",
+    ]
+
+
+def test_moved_data_finds_its_index(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = served(open_train(data))
+    moved = data.rename(data.with_name("elsewhere"))
+    os.utime(moved / "x.bin", (1, 1))
+    forbid_building(monkeypatch)
+    assert served(open_train(moved)) == built
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 4},
+        {"split": "5,5,0"},
+        {"seq_len": 5},
+        {"num_samples": 400},
+        {"order": "fleetx"},
+        {"split": "5,5,0", "part": "valid"},
+    ],
+)
+def test_any_changed_input_is_another_index(data: Path, change: dict[str, object]) -> None:
+    open_train(data)
+    cached = open_train(data, **change)
+    fresh = open_train(data, **change, cache_dir=data.parent / "fresh")
+    assert served(cached) == served(fresh)
+    assert cached.fingerprint != open_train(data).fingerprint
+    assert len(entries(data / ".fourfold_cache")) == 2
+
+
+def test_changed_content_under_the_same_name(data: Path) -> None:
+    before = open_train(data)
+    kept = (data / "x.bin").stat()
+    write_megatron(data / "x", documents_of(SIZES[::-1]))
+    os.utime(data / "x.bin", ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    after = open_train(data)
+    assert after.fingerprint != before.fingerprint
+    assert served(after) == served(open_train(data, cache_dir=data.parent / "fresh"))
+
+
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer", "dtype", "noise"])
+def test_a_damaged_entry_is_built_again(data: Path, name: str, damage: str) -> None:
+    built = served(open_train(data))
+    (entry,) = entries(data / ".fourfold_cache")
+    file = entry / f"{name}.npy"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "dtype":
+        np.save(file, np.load(file).astype(np.int16))
+    else:
+        changed = {
+            "empty": b"",
+            "truncated": content[:-1],
+            "longer": content + b"\0",
+            "noise": b"\0" * len(content),
+        }
+        file.write_bytes(changed[damage])
+    assert served(open_train(data)) == built
+    assert file.read_bytes() == content
+    assert [path.name for path in (data / ".fourfold_cache").iterdir()] == [entry.name]
+
+
+def test_values_that_point_nowhere_are_noticed(data: Path) -> None:
+    open_train(data)
+    (entry,) = entries(data / ".fourfold_cache")
+    for name in ("document_index", "sample_index", "shuffle_index"):
+        file = entry / f"{name}.npy"
+        array = np.load(file)
+        for value in (2**31 - 1, -5 if array.dtype.kind == "i" else 999):
+            np.save(file, np.full_like(array, value))
+            with pytest.raises(DataError, match="the cache is damaged, delete"):
+                open_train(data)[0]
+        np.save(file, array)
+    assert len(open_train(data)[0]) == 7
+
+
+def test_unwritable_data_directory(data: Path, own_user_cache: Path) -> None:
+    # A file in the way stops root too, whom permissions do not.
+    (data / ".fourfold_cache").write_text("in the way")
+    built = served(open_train(data))
+    (entry,) = entries(own_user_cache)
+    assert entry.name == open_train(data).fingerprint
+    assert served(open_train(data)) == built
+
+
+def test_permissions_of_another_user(data: Path, own_user_cache: Path) -> None:
+    if os.geteuid() != 0:
+        data.chmod(0o555)
+        assert len(open_train(data)) > 0
+        assert entries(own_user_cache)
+        data.chmod(0o755)
+
+
+def test_no_writable_place_at_all(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = served(open_train(data, cache_dir=data.parent / "fresh"))
+    (data.parent / "file").write_text("in the way")
+    assert served(open_train(data, cache_dir=data.parent / "file")) == built
+    assert "index not kept here" in caplog.text
+
+
+def test_an_index_in_a_read_only_place_is_used(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = served(open_train(data, cache_dir=data.parent / "built_ahead"))
+    forbid_building(monkeypatch)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("tried to write"))
+    assert served(open_train(data, cache_dir=data.parent / "built_ahead")) == built
+
+
+def build_in_a_process(directory: Path, start: float, results: Path, number: int) -> None:
+    time.sleep(max(start - time.time(), 0))
+    np.save(results / f"{number}.npy", np.array(served(open_train(directory))))
+
+
+def test_builders_at_once(data: Path) -> None:
+    expected = served(open_train(data, cache_dir=data.parent / "fresh"))
+    context = multiprocessing.get_context("fork")
+    for round_ in range(3):
+        results = data.parent / f"results{round_}"
+        results.mkdir()
+        start = time.time() + 0.1
+        builders = [
+            context.Process(target=build_in_a_process, args=(data, start, results, number))
+            for number in range(4)
+        ]
+        for builder in builders:
+            builder.start()
+        for builder in builders:
+            builder.join(60)
+            assert builder.exitcode == 0
+        for number in range(4):
+            assert np.load(results / f"{number}.npy").tolist() == expected
+        (entry,) = entries(data / ".fourfold_cache")
+        # The next round starts from a damaged entry that all find at the same time.
+        (entry / "sample_index.npy").write_bytes(b"damaged")
+
+
+def test_a_builder_killed_before_the_rename_leaves_no_entry(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fourfold.data.cache._commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_train(data)
+    assert list((data / ".fourfold_cache").iterdir()) == []
+
+
+def test_abandoned_leftovers_are_swept(data: Path) -> None:
+    place = data / ".fourfold_cache"
+    place.mkdir()
+    for name, age in ((".old.1.tmp", 10**6), (".new.2.tmp", 0)):
+        (place / name).mkdir()
+        os.utime(place / name, (time.time() - age,) * 2)
+    open_train(data)
+    assert not (place / ".old.1.tmp").exists()
+    assert (place / ".new.2.tmp").exists()
+
+
+def test_unaligned_sizes_are_gathered_from_a_copy(data: Path) -> None:
+    (source,) = open_datasets(data)
+    assert not source.sizes.flags.aligned
+    plan = indices.plan_indices(len(source), source.num_tokens, 6, 40)
+    index = np.arange(len(source), dtype=np.int32)
+    aligned = indices.build_sample_index(np.array(SIZES, np.int32), index, plan)
+    assert np.array_equal(indices.build_sample_index(source.sizes, index, plan), aligned)

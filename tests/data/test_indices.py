@@ -1,0 +1,167 @@
+"""Splits and indices equal the originals': golden vectors, and a plain walk over any documents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.data.indices import build_indices, build_sample_index, plan_indices
+from fourfold.data.split import document_ranges
+from fourfold.errors import DataError
+
+SIZES = np.array([5, 3, 9, 1, 7], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "borders"),
+    [
+        ("949,50,1", 1000, [0, 949, 999, 1000]),
+        ("98,2,0", 79, [0, 77, 79, 79]),
+        ("949,50,1", 10, [0, 10, 10, 10]),
+        ("949/50/1", 1000, [0, 949, 999, 1000]),
+        ("1", 7, [0, 7, 7, 7]),
+        ("969, 30", 1000, [0, 970, 1000, 1000]),
+        ([949, 50, 1], 1000, [0, 949, 999, 1000]),
+        ("1,1,1", 2, [0, 0, 1, 2]),
+        ("0,1,1", 5, [0, 1, 3, 5]),
+        ("0,1,1", 3, [0, 0, 1, 3]),
+        ("1,1,1", 0, [0, 0, 0, 0]),
+        ("1,1,0,98", 10, [0, 5, 10, 10]),
+    ],
+)
+def test_split(split: str, documents: int, borders: list[int]) -> None:
+    ranges = document_ranges(split, documents)
+    assert [0, *(last for _, last in ranges)] == borders
+    assert [first for first, _ in ranges] == borders[:-1]
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2,3", "nan", "inf,1,1", "1,,2"])
+def test_split_that_means_nothing(split: str) -> None:
+    with pytest.raises(DataError, match="split="):
+        document_ranges(split, 10)
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=3), st.integers(0, 10_000))
+def test_split_covers_every_document_once(shares: list[float], documents: int) -> None:
+    if not sum(shares) > 0:
+        return
+    ranges = document_ranges(",".join(map(str, shares)), documents)
+    covered = [document for first, last in ranges for document in range(first, last)]
+    assert covered == list(range(documents))
+
+
+def indices(num_samples: int, order: str = "megatron") -> dict[str, list]:
+    plan = plan_indices(len(SIZES), int(SIZES.sum()), 4, num_samples)
+    built = build_indices([(0, len(SIZES))], SIZES, plan, 1234, order)
+    return {name: array.tolist() for name, array in built.items()}
+
+
+@pytest.mark.parametrize("num_samples", [1, 6])
+def test_golden_one_epoch(num_samples: int) -> None:
+    assert indices(num_samples) == {
+        "document_index": [4, 0, 1, 2, 3],
+        "sample_index": [[0, 0], [0, 4], [1, 1], [2, 0], [3, 1], [3, 5], [4, 0]],
+        "shuffle_index": [5, 2, 3, 1, 0, 4],
+    }
+
+
+def test_golden_separate_last_epoch() -> None:
+    plan = plan_indices(5, 25, 4, 14)
+    assert (plan.epochs, plan.first_samples, plan.first_epochs, plan.num_samples) == (3, 12, 2, 18)
+    starts = "00 04 08 13 17 22 26 40 44 62 66 73 82 a2 b1 b5 d1 d5 e0"
+    assert indices(14) == {
+        "document_index": [2, 2, 4, 1, 0, 3, 4, 0, 1, 3, 0, 4, 3, 2, 1],
+        "sample_index": [[int(digit, 16) for digit in start] for start in starts.split()],
+        "shuffle_index": [7, 11, 2, 3, 1, 9, 5, 4, 0, 8, 6, 10, 17, 13, 16, 15, 12, 14],
+    }
+
+
+def test_fleetx_order_keeps_documents_and_shuffles_samples() -> None:
+    built = indices(14, "fleetx")
+    assert built["document_index"] == [0, 1, 2, 3, 4] * 3
+    expected = np.arange(18)
+    rng = np.random.RandomState(1234)  # nothing but the samples has drawn from it
+    rng.shuffle(expected[:12])
+    rng.shuffle(expected[12:])
+    assert built["shuffle_index"] == expected.tolist()
+
+
+def test_dtypes_are_the_originals() -> None:
+    plan = plan_indices(len(SIZES), 25, 4, 6)
+    built = build_indices([(0, 5)], SIZES, plan, 1, "megatron")
+    assert [built[name].dtype for name in sorted(built)] == [np.int32, np.int32, np.uint32]
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 200))
+def test_epochs_are_the_fewest_that_suffice(tokens: int, seq_len: int, num_samples: int) -> None:
+    plan = plan_indices(3, tokens, seq_len, num_samples)
+    epochs = 1
+    while (epochs * tokens - 1) // seq_len < num_samples:
+        epochs += 1
+    assert plan.epochs == epochs
+    assert plan.num_samples == (epochs * tokens - 1) // seq_len >= num_samples
+    if epochs > 1:
+        before = ((epochs - 1) * tokens - 1) // seq_len
+        apart = num_samples - before < int(0.80 * ((tokens - 1) // seq_len))
+        assert plan.first_samples == (before if apart else plan.num_samples)
+        assert plan.first_epochs == (epochs - 1 if apart else epochs)
+
+
+def walk(sizes: list[int], documents: list[int], seq_len: int, num_samples: int) -> list[list[int]]:
+    """Take seq_len + 1 tokens at a time, document by document, stepping back one between."""
+    rows, position, offset = [[0, 0]], 0, 0
+    for _ in range(num_samples):
+        remaining = seq_len + 1
+        while True:
+            available = sizes[documents[position]] - offset
+            if available >= remaining:
+                offset += remaining - 1
+                break
+            remaining -= available
+            position, offset = position + 1, 0
+        rows.append([position, offset])
+    return rows
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    seq_len=st.integers(1, 12),
+    num_samples=st.integers(0, 40),
+    seed=st.integers(0, 2**32 - 1),
+    order=st.sampled_from(["megatron", "fleetx"]),
+    block=st.integers(1, 5),
+)
+def test_sample_index_equals_the_walk(
+    sizes: list[int], seq_len: int, num_samples: int, seed: int, order: str, block: int
+) -> None:
+    if sum(sizes) == 0:
+        return
+    lengths = np.array(sizes, np.int32)
+    plan = plan_indices(len(sizes), sum(sizes), seq_len, num_samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fourfold.data.indices.BLOCK", block)
+        built = build_indices([(0, len(sizes))], lengths, plan, seed, order)
+    documents = built["document_index"].tolist()
+    expected = walk(sizes, documents, seq_len, plan.num_samples)
+    assert built["sample_index"].tolist() == expected
+    assert sorted(built["shuffle_index"].tolist()) == list(range(plan.num_samples))
+    assert sorted(documents) == sorted(list(range(len(sizes))) * plan.epochs)
+
+
+def test_documents_longer_than_int32() -> None:
+    plan = plan_indices(1, 2**33, 2**31, 1)
+    index = build_sample_index(np.array([2**33]), np.zeros(1, np.int32), plan)
+    assert index.dtype == np.int64
+    assert index.tolist() == [[0, 0], [0, 2**31], [0, 2**32], [0, 3 * 2**31]]
+
+
+def test_a_part_without_tokens_has_no_samples() -> None:
+    assert plan_indices(0, 0, 8, 100).num_samples == 0
+    assert plan_indices(3, 0, 8, 100).num_samples == 0
+
+
+def test_absurd_repetition_is_refused_not_attempted() -> None:
+    with pytest.raises(DataError, match="would repeat the 2 documents"):
+        plan_indices(2, 3, 2048, 10**9)

@@ -1,0 +1,203 @@
+"""A batch is a function of the step: any rank count, any order, in the background or not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from token_files import write_megatron
+
+from fourfold.data import Batch, Loader, Samples, open_datasets
+from fourfold.errors import DataError
+
+EOS = 0
+SEQ_LEN = 8
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Samples:
+    rng = np.random.default_rng(5)
+    documents = [[*rng.integers(1, 99, rng.integers(0, 12)), EOS] for _ in range(80)]
+    write_megatron(tmp_path / "x", documents)
+    return Samples.open(open_datasets(tmp_path), "9,1,0", "train", SEQ_LEN, 48, 1)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("fourfold-data"):
+            thread.join(10)
+    assert threading.active_count() <= before
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    return all(
+        torch.equal(getattr(one, name), getattr(other, name))
+        for name in ("tokens", "labels", "loss_mask", "position_ids")
+    ) and (
+        one.sample_ids.tolist() == other.sample_ids.tolist()
+        and one.global_valid_tokens == other.global_valid_tokens
+    )
+
+
+def test_contents_of_a_batch(samples: Samples) -> None:
+    loader = Loader(samples, GLOBAL_BATCH, eos_token_id=EOS, prefetch=0)
+    batch = loader.batch(2)
+    assert batch.sample_ids.tolist() == list(range(16, 24))
+    assert batch.sample_ids.dtype == np.int64
+    rows = np.stack([samples[i] for i in range(16, 24)])
+    assert np.array_equal(batch.tokens.numpy(), rows[:, :-1])
+    assert np.array_equal(batch.labels.numpy(), rows[:, 1:])
+    assert np.array_equal(batch.loss_mask.numpy(), rows[:, :-1] != EOS)
+    assert np.array_equal(batch.position_ids.numpy(), np.tile(np.arange(SEQ_LEN), (8, 1)))
+    assert batch.global_valid_tokens == (rows[:, :-1] != EOS).sum() < rows[:, :-1].size
+    assert [getattr(batch, name).dtype for name in ("tokens", "labels", "loss_mask")] == [
+        torch.int64,
+        torch.int64,
+        torch.float32,
+    ]
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert getattr(batch, name).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "unmasked", [{"eos_token_id": None}, {"eos_token_id": EOS, "eod_mask_loss": False}]
+)
+def test_without_a_mask_every_token_counts(samples: Samples, unmasked: dict) -> None:
+    batch = Loader(samples, GLOBAL_BATCH, **unmasked, size=2, prefetch=0).batch(0)
+    assert batch.loss_mask.min() == 1.0
+    assert batch.global_valid_tokens == GLOBAL_BATCH * SEQ_LEN
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_share_one_global_batch(samples: Samples, size: int) -> None:
+    whole = Loader(samples, GLOBAL_BATCH, EOS, prefetch=0)
+    ranks = [Loader(samples, GLOBAL_BATCH, EOS, rank=rank, size=size) for rank in range(size)]
+    for step in range(whole.num_batches):
+        expected = whole.batch(step)
+        parts = [rank.batch(step) for rank in ranks]
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            joined = torch.cat([getattr(part, name) for part in parts])
+            assert torch.equal(joined, getattr(expected, name))
+        joined_ids = np.concatenate([part.sample_ids for part in parts])
+        assert joined_ids.tolist() == expected.sample_ids.tolist()
+        assert {part.global_valid_tokens for part in parts} == {expected.global_valid_tokens}
+        assert sum(float(part.loss_mask.sum()) for part in parts) == expected.global_valid_tokens
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 100])
+def test_any_order_any_number_of_times(samples: Samples, prefetch: int) -> None:
+    plain = Loader(samples, GLOBAL_BATCH, EOS, prefetch=0)
+    loader = Loader(samples, GLOBAL_BATCH, EOS, prefetch=prefetch)
+    last = loader.num_batches - 1
+    for step in [0, 1, 2, 2, 0, last, last, 1, 3, 2, 1, 0, *range(last + 1)]:
+        batch = loader.batch(step)
+        assert equal(batch, plain.batch(step))
+        batch.tokens.zero_()  # what a caller does to its batch changes no later one
+    loader.close()
+
+
+def test_prefetch_is_bounded_and_happens(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = Loader._make
+
+    def recorded(self: Loader, step: int) -> Batch:
+        made.append(step)
+        return make(self, step)
+
+    monkeypatch.setattr(Loader, "_make", recorded)
+    loader = Loader(samples, GLOBAL_BATCH, EOS, prefetch=2)
+    loader.batch(0)
+    assert loader._worker is not None
+    loader._worker.submit(int).result(10)  # behind all that was scheduled
+    assert sorted(made) == [0, 1, 2]
+    loader.batch(1)
+    loader._worker.submit(int).result(10)
+    assert sorted(made) == [0, 1, 2, 3]
+    loader.close()
+
+
+def test_errors_in_the_background_surface_where_the_batch_is_asked_for(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Samples.read
+
+    def failing(self: Samples, i: int, out: np.ndarray) -> np.ndarray:
+        if i == GLOBAL_BATCH + 3:
+            raise DataError("disk gone")
+        return read(self, i, out)
+
+    loader = Loader(samples, GLOBAL_BATCH, EOS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "read", failing)
+        loader.batch(0)
+        for _ in range(2):
+            with pytest.raises(DataError, match="disk gone"):
+                loader.batch(1)
+        loader.batch(2)
+    loader.batch(1)
+    loader.close()
+
+
+def test_beyond_the_last_sample_is_an_error(samples: Samples) -> None:
+    loader = Loader(samples, GLOBAL_BATCH, EOS)
+    loader.batch(loader.num_batches - 1)
+    for step in (loader.num_batches, -1, 10**12):
+        with pytest.raises(DataError, match=f"batch {step} does not exist; {len(samples)} samples"):
+            loader.batch(step)
+    loader.close()
+
+
+def test_an_empty_part_has_no_batch(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "x", [[1, 2, 3]])
+    empty = Samples.open(open_datasets(tmp_path), "1", "valid", 2, 10, 1)
+    loader = Loader(empty, 4)
+    assert loader.num_batches == 0
+    with pytest.raises(DataError, match=r"valid part of .*: holds no samples"):
+        loader.batch(0)
+
+
+def test_global_batch_must_divide(samples: Samples) -> None:
+    with pytest.raises(DataError, match="global_batch_size=8 cannot be divided over 3 data ranks"):
+        Loader(samples, 8, size=3)
+    with pytest.raises(DataError, match="global_batch_size=0"):
+        Loader(samples, 0)
+
+
+def test_closing_twice_and_going_on(samples: Samples) -> None:
+    loader = Loader(samples, GLOBAL_BATCH, EOS)
+    first = loader.batch(0)
+    loader.close()
+    loader.close()
+    assert equal(loader.batch(0), first)
+    loader.close()
+
+
+def test_a_forked_process_starts_its_own_thread(samples: Samples) -> None:
+    loader = Loader(samples, GLOBAL_BATCH, EOS)
+    loader.batch(0)
+    expected = [loader.batch(step).tokens.tolist() for step in (1, 2)]
+    loader.batch(0)
+
+    def child(connection: multiprocessing.connection.Connection) -> None:
+        connection.send([loader.batch(step).tokens.tolist() for step in (1, 2)])
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(sender,))
+    process.start()
+    assert receiver.poll(30)
+    assert receiver.recv() == expected
+    process.join(30)
+    assert process.exitcode == 0
+    loader.close()

@@ -1,0 +1,121 @@
+"""Runs that are asked to stop, and runs whose numbers go bad."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import Configure, exit_status, start_child
+
+from fourfold import checkpoint
+from fourfold.data import Batch
+from fourfold.engine import Engine
+from fourfold.errors import ConfigError, UserError
+from fourfold.metrics import read_jsonl
+
+LONG = "Engine.max_steps=100000"
+
+
+def when_step_reached(engine: Engine, step: int, act: object) -> None:
+    """Call `act` in the middle of `step`."""
+    run = engine.runner.run
+
+    def spied(batch: Batch, current: int, scale: float = 1.0) -> torch.Tensor:
+        if current == step:
+            act()  # type: ignore[operator]
+        return run(batch, current, scale)
+
+    engine.runner.run = spied  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_well(
+    number: signal.Signals, configure: Configure, tmp_path: Path
+) -> None:
+    def work() -> None:
+        engine = Engine(configure("run", LONG))
+        when_step_reached(engine, 5, lambda: os.kill(os.getpid(), number))
+        engine.fit()
+
+    assert exit_status(start_child(work)) == 0
+    newest = checkpoint.candidates(tmp_path / "run")[0]
+    assert newest.name == "step_5"
+    texts = [r.get("text", "") for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert any(number.name in text and "saved" in text for text in texts)
+
+
+def test_a_stop_file_stops_once(configure: Configure, tmp_path: Path) -> None:
+    engine = Engine(configure("run", LONG))
+    file = tmp_path / "run" / "STOP"
+    when_step_reached(engine, 3, file.touch)
+    engine.fit()
+    assert engine.step == 3 and not file.exists()
+    assert checkpoint.candidates(tmp_path / "run")[0].name == "step_3"
+    again = Engine(configure("run", "Engine.max_steps=4"))
+    again.fit()
+    assert again.step == 4
+
+
+def poison(engine: Engine, steps: set[int]) -> None:
+    """Make one gradient infinite in the given steps."""
+    run = engine.runner.run
+
+    def poisoned(batch: Batch, step: int, scale: float = 1.0) -> torch.Tensor:
+        loss = run(batch, step, scale)
+        if step in steps:
+            next(iter(engine.runner.masters.values())).grad[0, 0] = float("inf")
+        return loss
+
+    engine.runner.run = poisoned  # type: ignore[method-assign]
+
+
+def test_a_bad_update_is_skipped_and_its_samples_logged(
+    configure: Configure, tmp_path: Path
+) -> None:
+    engine = Engine(configure("run", "Engine.max_steps=3", "Engine.save_load.save_steps=1"))
+    poison(engine, {2})
+    engine.fit()
+    events = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "event"]
+    assert [event["event"] for event in events] == ["skipped_update"]
+    assert events[0]["step"] == 2 and events[0]["sample_ids"] == list(range(8, 16))
+    assert engine.optimizer.updates == 2
+
+    def weights(step: int) -> torch.Tensor:
+        directory = tmp_path / "run" / f"step_{step}"
+        names = checkpoint.tensor_names(directory)
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in names.items()}
+        checkpoint.load(directory, tensors)
+        return torch.cat([t.flatten() for t in tensors.values()])
+
+    assert torch.equal(weights(1), weights(2))
+    assert not torch.equal(weights(2), weights(3))
+
+
+def test_too_many_bad_updates_end_the_run_with_nothing_lost(
+    configure: Configure, tmp_path: Path
+) -> None:
+    engine = Engine(configure("run", "Engine.max_skipped_steps=3"))
+    poison(engine, {3, 4, 5, 6, 7, 8})
+    with pytest.raises(UserError, match="3 updates in a row, up to step 5"):
+        engine.fit()
+    assert checkpoint.candidates(tmp_path / "run")[0].name == "step_5"
+
+
+def test_missing_input_dir_is_a_clear_error(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="input_dir"):
+        Engine(configure("run", "Data.dataset.input_dir=null"))
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(configure: Configure) -> None:
+    with pytest.raises(UserError, match="vocab"):
+        Engine(configure("run", "Model.vocab_size=100"))
+
+
+def test_more_than_one_process_is_a_clear_error(configure: Configure) -> None:
+    with pytest.raises(UserError, match="one device"):
+        config = configure("run")
+        config.Distributed.dp_degree = 2
+        Engine(config, world_size=2)

@@ -1,0 +1,190 @@
+"""The log lines: rebuilt from their numbers, they equal the ones in the documents."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.metrics import Console, Sinks, Step
+from fourfold.metrics.console import duration, escape, log_line, train_message
+
+HERE = Path(__file__).parent
+# As printed for 8 GPUs, 2048 tokens per step; the escape characters came out as spaces.
+EIGHT_GPUS = (HERE / "log_eight_gpus.txt").read_text().splitlines()
+# As printed for one GPU, 8192 tokens per step.
+ONE_GPU = (HERE / "log_one_gpu.txt").read_text().splitlines()
+
+FIELDS = re.compile(
+    r"\[(?P<time>\d{4}-[^]]+)\] \[    INFO\].* - global step (?P<step>\d+), epoch: (?P<epoch>\d+), "
+    r"batch: (?P<batch>\d+), loss: (?P<loss>\S+), avg_reader_cost: (?P<reader_seconds>\S+) sec, "
+    r"avg_batch_cost: (?P<batch_seconds>\S+) sec, speed: (?P<steps_per_second>\S+) step/s, "
+    r"ips_total: (?P<ips_total>\S+) tokens/s, ips: (?P<ips>\S+) tokens/s, "
+    r"learning rate: (?P<learning_rate>\S+)"
+)
+
+
+def parse(line: str) -> dict[str, str]:
+    found = FIELDS.search(line)
+    assert found, line
+    return found.groupdict()
+
+
+def rebuild(line: str, colour: bool) -> str:
+    fields = parse(line)
+    when = fields.pop("time").replace(",", ".").replace(" ", "T")
+    whole = ("step", "epoch", "batch")
+    record = {name: int(v) if name in whole else float(v) for name, v in fields.items()}
+    return log_line(train_message(record), when, colour=colour)
+
+
+@pytest.mark.parametrize("line", ONE_GPU)
+def test_plain_lines_equal_the_documents(line: str) -> None:
+    assert rebuild(line, colour=False) == line
+
+
+@pytest.mark.parametrize("line", EIGHT_GPUS)
+def test_coloured_lines_equal_the_documents(line: str) -> None:
+    coloured = rebuild(line, colour=True)
+    assert coloured.startswith("\x1b[32m[")
+    assert coloured.replace("\x1b", " ").strip() == line
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens", "world"),
+    [(line, 2048, 8) for line in EIGHT_GPUS] + [(line, 8192, 1) for line in ONE_GPU],
+)
+def test_our_rates_are_the_documents_rates(line: str, tokens: int, world: int) -> None:
+    """From the printed cost of a batch, within what its last printed digit leaves open."""
+    fields = {name: float(value) for name, value in parse(line).items() if name != "time"}
+    fastest = tokens / (fields["batch_seconds"] - 5e-6)
+    slowest = tokens / (fields["batch_seconds"] + 5e-6)
+    assert slowest - 0.5 <= fields["ips_total"] <= fastest + 0.5
+    assert slowest / world - 0.5 <= fields["ips"] <= fastest / world + 0.5
+    assert fields["steps_per_second"] == pytest.approx(1 / fields["batch_seconds"], abs=0.006)
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def said(stream: io.StringIO, speak: Callable[[Sinks], None], **options: Any) -> str:
+    with Sinks(Console(stream, **options)) as sinks:
+        speak(sinks)
+    return stream.getvalue()
+
+
+def test_elsewhere_than_on_a_terminal_lines_are_plain(make_step: Callable[..., Step]) -> None:
+    text = said(io.StringIO(), lambda sinks: sinks.train(make_step(7)), max_steps=10)
+    assert text == (
+        "[2022-07-27 12:42:46,601] [    INFO] - global step 7, epoch: 0, batch: 6, "
+        "loss: 10.300000000, avg_reader_cost: 0.01000 sec, avg_batch_cost: 0.50000 sec, "
+        "speed: 2.00 step/s, ips_total: 2048 tokens/s, ips: 1024 tokens/s, "
+        "learning rate: 1.00000e-04\n"
+    )
+
+
+def test_a_terminal_shows_colour_and_progress(
+    make_step: Callable[..., Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    now = iter([0.0, 20.0, 40.0])
+
+    def two_steps(sinks: Sinks) -> None:
+        sinks.train(make_step(12))
+        sinks.train(make_step(14))
+
+    stream = Terminal()
+    with Sinks(Console(stream, max_steps=3614, start_step=10, clock=lambda: next(now))) as sinks:
+        two_steps(sinks)
+    text = stream.getvalue()
+    for step in (12, 14):
+        line = log_line(train_message(vars(make_step(step))), make_step().time, colour=True)
+        assert line + "\n" in text, "the line must not be wrapped"
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "step 14/3614" in plain and "loss 9.6000" in plain and "2,048 tokens/s" in plain
+    assert "10:00:00 left" in plain  # 40 s for 4 steps, 3600 to go
+
+
+def test_no_color_is_respected(
+    make_step: Callable[..., Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in said(Terminal(), lambda sinks: sinks.train(make_step(1)))
+
+
+def test_a_dumb_terminal_gets_plain_lines(
+    make_step: Callable[..., Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    text = said(Terminal(), lambda sinks: sinks.train(make_step(1)), max_steps=10)
+    assert "\x1b" not in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["eval", "test"])
+def test_evaluation_lines(name: str) -> None:
+    text = said(
+        io.StringIO(),
+        lambda sinks: sinks.evaluation(
+            name,  # type: ignore[arg-type]
+            step=100,
+            epoch=0,
+            batch=99,
+            loss=3.25,
+            seconds=5.0,
+            batches=10,
+        ),
+    )
+    assert text.endswith(
+        f"] [    INFO] - [{name}] epoch: 0, batch: 99, loss: 3.250000000, "
+        f"avg_{name}_cost: 0.50000 sec, speed: 2.00 step/s\n"
+    )
+
+
+def test_notices_and_events_share_the_prefix() -> None:
+    def speak(sinks: Sinks) -> None:
+        sinks.notice("first", "second", level="WARNING")
+        sinks.event("skipped", step=5, samples=[1, 2], reason="loss is nan")
+
+    first, second, third = said(io.StringIO(), speak).splitlines()
+    assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\] \[ WARNING\] - first", first)
+    assert second.endswith("[ WARNING] - second")
+    assert third.endswith("[    INFO] - [skipped] step: 5, samples: [1, 2], reason: loss is nan")
+
+
+@given(st.text())
+def test_a_message_stays_one_printable_line(text: str) -> None:
+    assert escape(text).isprintable()
+    output = said(io.StringIO(), lambda sinks: sinks.notice(text))
+    assert len(output.splitlines()) == 1 and output.endswith("\n")
+
+
+def test_escapes_are_readable_and_words_untouched() -> None:
+    assert escape("a\nb\x1b[2J\t\u202e") == "a\\nb\\x1b[2J\\t\\u202e"
+    assert escape("größe 模型") == "größe 模型"
+
+
+def test_a_stream_that_cannot_encode_a_character_gets_its_escape() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Sinks(Console(stream)).notice("größe")
+    assert b"gr\\xf6\\xdfe" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (3909.4, "1:05:09"), (2 * 86400 + 3 * 3600, "2d 03:00:00")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
