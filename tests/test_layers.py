@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-LINE = (
-    "errors config tokenizer data model mesh parallel optim metrics checkpoint "
-    "engine generate plan cli"
-).split()
+ORDER = "errors config tokenizer data model mesh parallel optim metrics checkpoint engine"
+LINE = [*ORDER.split(), "generate", "plan", "cli"]
 PACKAGE = Path(__file__).parent.parent / "fourfold"
 
 

@@ -7,8 +7,8 @@
     latest                     the name of the last one committed
 
 A name appears or disappears by one rename, so a reader never meets half a checkpoint, and a
-process may be killed between any two lines of this file. One process at a time saves into an
-output directory; readers need no permission from it.
+process may be killed between any two lines of this file. One process, one save at a time, writes
+into an output directory; readers need not know of it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def commit(temporary: Path, target: Path) -> None:
-    """Give a complete, synced directory its name, replacing what had it."""
+    """Give a complete, synced directory its name; what had it becomes `.old`, for `tidy`."""
     previous = target.with_name(f"{target.name}.old")
     replaces = target.exists()
     if replaces:
@@ -118,8 +118,6 @@ def commit(temporary: Path, target: Path) -> None:
             previous.rename(target)
         raise
     sync_directory(target.parent)
-    if replaces:
-        discard(previous)
 
 
 def discard(directory: Path) -> None:
@@ -151,7 +149,7 @@ def retire(output_dir: Path, keep_last: int) -> None:
 
 
 def tidy(output_dir: Path) -> None:
-    """Finish what a killed writer left: half-written, half-removed, half-replaced."""
+    """Finish what is half-written, half-removed or half-replaced, by us or a killed writer."""
     for path in list(output_dir.iterdir()):
         leftover = LEFTOVER.fullmatch(path.name)
         if leftover and (leftover[1] == "trash" or not _writes_elsewhere(int(leftover[2]))):

@@ -72,6 +72,7 @@ def save(
 
     try:
         point_latest(target)
+        tidy(output_dir)
         retire(output_dir, keep_last)
     except OSError as error:
         # The checkpoint is safe; only what comes after it failed.

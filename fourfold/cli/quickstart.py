@@ -18,9 +18,9 @@ def quickstart(
     directory: Annotated[
         Path, typer.Option("--dir", help="Where corpus, data, checkpoints and pictures go.")
     ] = Path("runs/quickstart"),
-    config: Annotated[
-        Path, typer.Option("-c", "--config", help="The run's YAML file.")
-    ] = Path("configs/gpt/quickstart.yaml"),
+    config: Annotated[Path, typer.Option("-c", "--config", help="The run's YAML file.")] = Path(
+        "configs/gpt/quickstart.yaml"
+    ),
 ) -> None:
     """Train a small GPT on the text every Python installation carries, and let it write."""
     from fourfold.config import load_config

@@ -99,6 +99,8 @@ class _Reader:
             if not isinstance(event, yaml.ScalarEvent):
                 raise self.error(event, "a key must be a plain word")
             name, plain_key = event.value, event.style is None
+            if "." in name:
+                raise self.error(event, f"{name}: a dot in a key; write one key below the other")
             entry = self.node(next(self.events), depth + 1)
             entry.source = self.source(event)
             if name == "<<" and plain_key and entry.is_section:
@@ -116,7 +118,7 @@ class _Reader:
         if entry.is_section:
             value = {name: self.copy(inner, event) for name, inner in value.items()}
         elif isinstance(value, list):
-            self.nodes += len(repr(value))
+            self.nodes += len(repr(value))  # at least the number of items, however nested
             value = list(value)
         return Entry(value, self.source(event), self.layer)
 

@@ -57,7 +57,7 @@ class Findings:
     """Says what is wrong or remarkable about values, at the place they were written.
 
     A check names the keys it looked at. It stays silent when one of them was already reported,
-    because it then saw a default and not what the user wrote.
+    or is what a misspelt key was meant to be: it then saw a default, not what the user wrote.
     """
 
     tree: Tree
@@ -66,15 +66,18 @@ class Findings:
     reported: set[str]
 
     def problem(self, text: str, *paths: str) -> None:
-        if not any(path in self.reported for path in paths):
+        if not self._saw_defaults(paths):
             self.report.problem(self.source(*paths), text)
 
     def notice(self, text: str, *paths: str) -> None:
-        if not any(path in self.reported for path in paths):
+        if not self._saw_defaults(paths):
             self.report.notice(self.source(*paths), text)
 
     def given(self, path: str) -> bool:
-        return path not in self.reported and value_of(self.tree, path) is not None
+        return not self._saw_defaults((path,)) and value_of(self.tree, path) is not None
+
+    def _saw_defaults(self, paths: tuple[str, ...]) -> bool:
+        return any(f"{path}.".startswith(f"{bad}.") for path in paths for bad in self.reported)
 
     def layer(self, path: str) -> int:
         entry = find(self.tree, path)
@@ -142,6 +145,8 @@ def put(tree: Tree, path: str, entry: Entry) -> Entry | None:
             inner.value, inner.source, inner.layer = {}, entry.source, entry.layer
         tree = inner.value
     there = tree.get(name)
+    if there is not None and there.is_section and entry.value is None:
+        return None
     if there is None or there.layer < entry.layer:
         tree[name] = entry
         return None

@@ -17,7 +17,7 @@ from fourfold.config.checks import check
 from fourfold.config.document import plain, read_tree
 from fourfold.config.entry import Entry, Findings, Report, Tree, find, in_reading_order, walk
 from fourfold.config.fields import Section, allowed_text, leaves, section_type
-from fourfold.config.nearest import nearest
+from fourfold.config.nearest import did_you_mean, nearest
 from fourfold.config.overrides import apply_overrides
 from fourfold.config.resolve import resolve
 from fourfold.config.spellings import RENAMED, translate
@@ -63,7 +63,7 @@ def _validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
                 entry = find(tree, path)
                 assert entry is not None
                 if details["type"] == "extra_forbidden":
-                    _report_unknown(path, entry, report)
+                    reported.update(_report_unknown(path, entry, report))
                 else:
                     report.problem(entry.source, _type_problem(path, field, entry, details))
                 _remove(values, path.split("."))
@@ -112,26 +112,31 @@ def _type_problem(path: str, field: FieldInfo | None, entry: Entry, details: Any
         return f"{path}={shown}: this is a section; write its keys below it"
     if details["type"] == "value_error":
         return f"{path}={shown}: {details['ctx']['error']}"
-    hint = nearest(value, allowed_text(field).split(", ")) if isinstance(value, str) else ""
-    return f"{path}={shown} is not {allowed_text(field)}{hint}"
+    allowed = allowed_text(field)
+    meant = nearest(value, allowed.split(", ")) if isinstance(value, str) else []
+    return f"{path}={shown} is not {allowed}{did_you_mean(meant)}"
 
 
-def _report_unknown(path: str, entry: Entry, report: Report) -> None:
-    holder, _, name = path.rpartition(".")
-    if entry.is_section and any(old.startswith(f"{path}.") for old in RENAMED):
-        # A section of a later layout of which only some keys are known.
+def _report_unknown(path: str, entry: Entry, report: Report) -> list[str]:
+    """Report an unknown key; returns the paths of the keys it may have been meant to be."""
+    later = [old for old in RENAMED if old.startswith(f"{path}.")]
+    if entry.is_section and later:
+        # A section of a later layout, left with the keys that no version had.
         for inner, unknown in walk(entry.value, f"{path}."):
-            known = [old for old in RENAMED if old.startswith(f"{path}.")]
-            report.problem(unknown.source, f"{inner}: unknown key{nearest(inner, known)}")
-        return
-    siblings = list(_section_at(holder).model_fields)
-    elsewhere = [known for known, _ in leaves(Config) if known.rsplit(".", 1)[-1] == name]
-    if elsewhere:
-        hint = f"; did you mean {' or '.join(elsewhere)}?"
+            hint = did_you_mean(nearest(inner, later))
+            report.problem(unknown.source, f"{inner}: unknown key{hint}")
+        return []
+    holder, _, name = path.rpartition(".")
+    known = [leaf for leaf, _ in leaves(Config)]
+    meant = [leaf for leaf in known if leaf.rsplit(".", 1)[-1] == name]
+    if meant:
+        hint = did_you_mean(meant)
     else:
-        hint = nearest(name, siblings) or nearest(name, [known for known, _ in leaves(Config)])
-    what = "unknown key" if holder else "unknown section"
-    report.problem(entry.source, f"{path}: {what}{hint}")
+        siblings = nearest(name, _section_at(holder).model_fields)
+        meant = [f"{holder}.{sibling}".lstrip(".") for sibling in siblings] or nearest(name, known)
+        hint = did_you_mean(siblings or meant)
+    report.problem(entry.source, f"{path}: unknown {'key' if holder else 'section'}{hint}")
+    return meant
 
 
 def _section_at(path: str) -> type[Section]:

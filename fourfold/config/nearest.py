@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest(name: str, names: list[str]) -> str:
-    """ "; did you mean hidden_size?", or nothing when no name is close."""
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """The name most like `name`, or nothing when none is close."""
     by_folded = {known.lower(): known for known in names}
     matches = get_close_matches(name.lower()[:100], list(by_folded), n=1, cutoff=0.6)
-    return f"; did you mean {by_folded[matches[0]]}?" if matches else ""
+    return [by_folded[match] for match in matches]
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """What to append to a message: "; did you mean hidden_size?"."""
+    choices = " or ".join(names)
+    return f"; did you mean {choices}?" if choices else ""

@@ -39,8 +39,9 @@ def _resolve_degrees(config: Config, findings: Findings, world_size: int | None)
     layout = config.Distributed
     sharding = layout.sharding.sharding_degree
     others = layout.mp_degree * layout.pp_degree * sharding
-    product = f"mp_degree={layout.mp_degree} * pp_degree={layout.pp_degree} * {sharding=}"
-    product = product.replace("sharding=", "sharding_degree=")
+    product = (
+        f"mp_degree={layout.mp_degree} * pp_degree={layout.pp_degree} * sharding_degree={sharding}"
+    )
     if world_size is None:
         if layout.dp_degree is None:
             layout.dp_degree = _assumed_dp(config, findings)

@@ -165,13 +165,17 @@ class Dataset(Section):
         "fleetx keeps file order. Samples are shuffled in both.",
     )
     eos_token_id: CountOrZero | None = key(
-        None, "Id of the end-of-text token in the data. Null takes the tokenizer's."
+        None,
+        "Id of the end-of-text token in the data. Null takes what the data's manifest says, else "
+        "50256 (GPT-2's) when the vocabulary has it.",
     )
     eod_mask_loss: bool = key(
         True, "Leave out of the loss the positions whose input is the end-of-text token."
     )
     cache_dir: str | None = key(
-        None, "Directory of the sample index caches. Null keeps them beside the data."
+        None,
+        "Directory of the sample index caches. Null keeps them beside the data, or in the user's "
+        "cache directory where that cannot be written.",
     )
     prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
 

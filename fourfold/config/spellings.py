@@ -12,7 +12,7 @@ from typing import Any
 
 from fourfold.config.entry import Entry, Report, Tree, find, put, take, value_of, walk
 from fourfold.config.fields import leaves
-from fourfold.config.nearest import nearest
+from fourfold.config.nearest import did_you_mean, nearest
 from fourfold.config.network import Model
 from fourfold.config.tree import Config
 
@@ -159,19 +159,20 @@ def _unfold_old_layout(tree: Tree, report: Report) -> None:
         elif name in paths:
             _place(tree, paths[name], entry, report)
         elif path not in ("batch_size", "dataset", "mix_precision", "save_load") or entry.value:
-            hint = nearest(name, list(paths))
+            hint = did_you_mean(nearest(name, paths))
             report.problem(entry.source, f"PreTraining.{path}: unknown key{hint}")
 
 
 def _lift_nested_sections(tree: Tree, report: Report) -> None:
     """The documents print some sections indented; pasted below another they end up inside it."""
-    for outer in [name for name in SECTIONS if name in tree and tree[name].is_section]:
-        for name in [name for name in tree[outer].value if name in SECTIONS]:
-            inner = tree[outer].value[name]
+    outers = [(name, tree[name].value) for name in SECTIONS if name in tree]
+    for outer, held in [(name, held) for name, held in outers if isinstance(held, dict)]:
+        for name in [name for name in held if name in SECTIONS]:
+            inner = held[name]
             later_data = outer == "Data" and name in _LATER_DATA and inner.is_section
             if later_data and _LATER_DATA_KEYS & set(inner.value):
                 continue
-            del tree[outer].value[name]
+            del held[name]
             report.notice(inner.source, f"{outer}.{name} is read as the section {name}")
             _place(tree, name, inner, report)
 
@@ -190,6 +191,7 @@ def _divide_auto_parallel_dp(tree: Tree, report: Report) -> None:
     )
     if dp % sharding:
         report.problem(entry.source, f"{said}, which does not divide it")
+        entry.value = None
     else:
         entry.value = dp // sharding
         report.notice(entry.source, f"{said}; it becomes dp_degree={entry.value}")
@@ -220,7 +222,8 @@ def _rename(tree: Tree, path: str, name: str, report: Report) -> None:
     entry = take(tree, path)
     if entry is None:
         return
-    report.notice(entry.source, f"{path} is read as {name}")
+    if entry.value is not None:
+        report.notice(entry.source, f"{path} is read as {name}")
     _place(tree, name, entry, report)
 
 

@@ -23,10 +23,9 @@ from fourfold.errors import DataError
 MAGIC = b"\x93NUMPY"
 MAX_HEADER_BYTES = 4096
 HEADER = re.compile(
-    r"""\{\s*['"]descr['"]\s*:\s*['"](?P<descr>[<>|=]?[a-zA-Z]\d{0,2})['"]\s*,"""
-    r"""\s*['"]fortran_order['"]\s*:\s*(?:True|False)\s*,"""
-    r"""\s*['"]shape['"]\s*:\s*\((?P<shape>[\d\s,L]*)\)\s*,?\s*\}\s*""",
-    re.ASCII,
+    r"""\{ *['"]descr['"] *: *['"](?P<descr>[<>|=]?[a-zA-Z][0-9]{0,2})['"] *,"""
+    r""" *['"]fortran_order['"] *: *(?:True|False) *,"""
+    r""" *['"]shape['"] *: *\((?P<shape>[0-9 ,L]*)\) *,? *\}[ \n]*"""
 )
 BLOCK_BYTES = 1 << 24
 
@@ -99,7 +98,7 @@ def _integer_dtype(descr: str, name: str) -> np.dtype:
 
 
 def _shape(text: str, name: str) -> tuple[int]:
-    match = re.fullmatch(r"\s*([0-9]{1,18})L?\s*,\s*", text)
+    match = re.fullmatch(r" *([0-9]{1,18})L? *, *", text)
     if match is None:
         raise DataError(f"{name}: shape ({text}) is not one-dimensional; flatten the array")
     return (int(match[1]),)

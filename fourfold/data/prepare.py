@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from fourfold import __version__
+from fourfold.data.dataset import read_manifest
 from fourfold.errors import DataError
 from fourfold.tokenizer import Tokenizer
 
@@ -47,6 +48,7 @@ def prepare(
     any token are left out, as Megatron and FleetX do.
     """
     prefix = str(prefix)
+    _refuse_foreign_manifest(prefix)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     dtype = token_dtype(tokenizer.vocab_size)
     ending = [tokenizer.eos_id] if append_eod else []
@@ -120,6 +122,16 @@ def _text_of(line: bytes, key: str, place: str) -> str:
     if not isinstance(record[key], str):
         raise DataError(f"{place}: {key!r} is of type {type(record[key]).__name__}, not a string")
     return record[key]
+
+
+def _refuse_foreign_manifest(prefix: str) -> None:
+    """Text named `x.json`, prepared as `x`, must not be replaced by its own manifest."""
+    manifest = Path(f"{prefix}.json")
+    if manifest.exists() and read_manifest(Path(f"{prefix}.bin")) is None:
+        raise DataError(
+            f"{manifest}: exists and is not a manifest of prepared data, but the manifest of "
+            f"{prefix} would replace it; choose another prefix"
+        )
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:

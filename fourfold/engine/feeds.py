@@ -42,7 +42,7 @@ def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
         )
     sources = open_datasets(dataset.input_dir)
     for source in sources:
-        source.check_ids(config.Model.vocab_size)
+        source.check_ids(config.Model.vocab_size, dataset.cache_dir)
     global_batch = config.Data.batch_size.global_batch_size
     evaluations = engine.max_steps // engine.eval_freq + 1
     wanted = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -126,11 +126,13 @@ class Engine:
             self.optimizer.zero_grad()
         return loss, norm
 
-    def _evaluate(self, sinks: Sinks, part: str, iterations: int) -> float | None:
+    def _evaluate(
+        self, sinks: Sinks, part: Literal["eval", "test"], iterations: int
+    ) -> float | None:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
         split = "valid" if part == "eval" else "test"
         if not len(self.feeds.samples[split]) or iterations == 0:
-            return None
+            return
         evaluation = self.step // self.config.Engine.eval_freq - 1 if part == "eval" else 0
         loader, start = self.feeds.loaders[split], time.perf_counter()
         total = tokens = 0.0
@@ -148,7 +150,6 @@ class Engine:
             seconds=time.perf_counter() - start,
             batches=iterations,
         )
-        return loss
 
     # -- saving and resuming ----------------------------------------------------------------
 

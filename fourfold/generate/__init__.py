@@ -81,11 +81,11 @@ def generate(
             probabilities = sampling.keep_top_p(probabilities, top_p)
             chosen = sampling.draw(probabilities, _uniforms(generators).to(device))
         if eos_id is not None:
-            chosen = chosen.where(~finished, eos_id)
             finished |= chosen == eos_id
         tokens = torch.cat([tokens, chosen.unsqueeze(1)], dim=1)  # (B, T + 1)
         if finished.all():
             break
+    # A finished sequence went on while others were not; what follows its end is dropped.
     return [_until(eos_id, row) for row in tokens[:, len(prompt_ids) :].tolist()]
 
 

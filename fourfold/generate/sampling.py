@@ -68,8 +68,5 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = probabilities.double().cumsum(dim=-1)  # (B, V)
     targets = uniforms.double().unsqueeze(1) * cumulative[:, -1:]  # (B, 1)
-    chosen = torch.searchsorted(cumulative, targets, right=True).squeeze(1)  # (B,)
-    # Rounding may put a target at the very end; the last token with any probability is meant.
-    ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    last_possible = ranks.expand_as(probabilities).where(probabilities > 0, 0).amax(dim=-1)
-    return torch.minimum(chosen, last_possible)
+    # The first place where the sum exceeds the target: never one of probability zero.
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)

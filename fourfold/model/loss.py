@@ -65,29 +65,33 @@ class _HeadCrossEntropy(torch.autograd.Function):
             low_hidden = hidden[chunk].to(dtype)  # (C, D)
             logits = (low_hidden @ low_head.t()).float()  # (C, V)
             target = labels[chunk].unsqueeze(1)  # (C, 1)
-            weight = weights[chunk]  # (C,)
-            logsumexp = logits.logsumexp(dim=1)  # (C,)
-            loss += torch.dot(logsumexp - logits.gather(1, target).squeeze(1), weight)
+            weight = weights[chunk].unsqueeze(1)  # (C, 1)
+            target_logit = logits.gather(1, target)
+            largest, where = logits.max(dim=1, keepdim=True)
+            # In place: these are the largest tensors of the step and every pass over them counts.
+            probabilities = torch.softmax(logits, dim=1, out=logits)
+            # The largest probability is at least 1/V, so its logarithm is exact enough to give
+            # back the normaliser; that of the target may have underflowed.
+            logsumexp = largest - probabilities.gather(1, where).log()
+            loss += torch.sum((logsumexp - target_logit) * weight)
             if not (wants_hidden or wants_head):
                 continue
-            # d loss / d logits = weight · (softmax − one-hot), written over the logits.
-            grad = logits.sub_(logsumexp.unsqueeze(1)).exp_().mul_(weight.unsqueeze(1))
-            grad.scatter_add_(1, target, -weight.unsqueeze(1))
-            low_grad = grad.to(dtype)
+            # d loss / d logits = weight · (softmax − one-hot)
+            grad = probabilities.mul_(weight).scatter_add_(1, target, -weight).to(dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = low_grad @ low_head
+                grad_hidden[chunk] = grad @ low_head
             if grad_head is not None:
                 if dtype == torch.float32:
-                    grad_head.addmm_(low_grad.t(), low_hidden)
+                    grad_head.addmm_(grad.t(), low_hidden)
                 else:
-                    grad_head += low_grad.t() @ low_hidden
+                    grad_head += grad.t() @ low_hidden
 
         ctx.head_dtype = head.dtype
         ctx.save_for_backward(grad_hidden, grad_head)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)

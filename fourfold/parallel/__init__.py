@@ -24,6 +24,7 @@ def parallelize(config: Config, layout: Layout, device: torch.device) -> Runner:
     with torch.device("meta"):
         model = GPT(ModelShape.of(config.Model))
     if config.Model.use_recompute:
+        assert config.Model.recompute_granularity is not None, "filled in when resolved"
         apply_recompute(model, config.Model.recompute_granularity)
     if config.Engine.graph_mode == "static":
         for layer in model.layers.values():

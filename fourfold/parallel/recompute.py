@@ -25,6 +25,6 @@ def apply_recompute(model: GPT, granularity: str) -> None:
 
 def _recompute(module: nn.Module) -> None:
     # The generator's state is kept and restored, so a repeated dropout drops the same numbers.
-    module.forward = partial(  # type: ignore[method-assign]
+    module.forward = partial(
         checkpoint, module.forward, use_reentrant=False, preserve_rng_state=True
     )

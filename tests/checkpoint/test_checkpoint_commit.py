@@ -12,7 +12,7 @@ import pytest
 from checkpoint_samples import blank, content, in_child, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import writing
+from fourfold.checkpoint import reading, writing
 from fourfold.errors import CheckpointError
 
 
@@ -100,6 +100,13 @@ def test_a_run_that_went_back_resumes_where_it_last_saved(tmp_path: Path) -> Non
     assert names(tmp_path) == {"step_160", "step_150", "step_300", "latest"}
     save(tmp_path, 170, keep_last=2)
     assert names(tmp_path) == {"step_170", "step_160", "latest"}
+
+
+def test_a_look_that_missed_everything_is_taken_again(tmp_path: Path, monkeypatch) -> None:
+    save(tmp_path, 1)
+    answers = [[], checkpoint.candidates(tmp_path)]
+    monkeypatch.setattr(reading, "candidates", lambda where: answers.pop(0))
+    assert resumed(tmp_path) == 1
 
 
 # --- retention --------------------------------------------------------------------------------
@@ -218,6 +225,22 @@ def test_an_input_output_error_or_an_interrupt_loses_nothing(
                 save(tmp_path, 2)
         assert names(tmp_path) == {"step_1", "step_2", "latest"}
         assert resumed(tmp_path) == 2
+
+
+def test_a_replacement_that_fails_leaves_the_first(tmp_path: Path, monkeypatch) -> None:
+    save(tmp_path, 1, 2)
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if ".tmp-" in str(source):
+            raise OSError(5, "I/O")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CheckpointError, match="I/O"):
+        save(tmp_path, 2)
+    assert names(tmp_path) == {"step_1", "step_2", "latest"}
+    assert resumed(tmp_path) == 2
 
 
 def test_an_output_directory_that_cannot_be_made(tmp_path: Path) -> None:

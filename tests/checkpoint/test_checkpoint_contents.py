@@ -46,7 +46,7 @@ def any_tensor(draw: st.DrawFn) -> torch.Tensor:
 
 tensor_names = st.text(
     st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=12
-).filter(str.isprintable)
+).filter(lambda name: name.isprintable() and name != "__metadata__")
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),

@@ -120,6 +120,7 @@ def test_a_crash_before_every_single_change_to_the_disk(tmp_path: Path) -> None:
         _, state = checkpoint.resume(run, into, pytest.fail)
         assert state in (state_of(2), state_of(22), state_of(3))
         assert same_bits(into, sample(state["step"]))
+        assert all(checkpoint.verify(path) == [] for path in checkpoint.candidates(run))
 
         checkpoint.save(run, 4, sample(4), state_of(4), keep_last=2)
         assert {path.name for path in run.iterdir()} in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_shipped_file_says_what_the_code_says(path: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_file_comments_every_key(path: Path) -> None:
     lines = path.read_text().splitlines()
-    for above, line in zip(lines, lines[1:]):
+    for above, line in pairwise(lines):
         if line.strip() and not line.lstrip().startswith("#"):
             assert above.lstrip().startswith("#"), line
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from yaml_text import Load, Problems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from yaml_text import Load, Problems
 
-from fourfold.config import load_config
+from fourfold.config import Config, load_config
 from fourfold.config.document import parse_scalar
+from fourfold.config.fields import leaves
+from fourfold.config.spellings import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
 from fourfold.errors import ConfigError
 
 BLOCKS = Path(__file__).parent / "blocks"
@@ -73,6 +75,7 @@ def test_numbers_serve_as_paths(load: Load) -> None:
         ("Model:\n  num_layers: !!python/object:os.system 1\n", 2, "tag"),
         ("Model:\n  num_layers: !x 1\n", 2, "tag"),
         ("Model:\n  [a]: 1\n", 2, "a key must be a plain word"),
+        ("Engine.max_steps: 1\n", 1, "a dot in a key; write one key below the other"),
         ("Model: {}\n---\nModel: {}\n", 2, "second document"),
         ("Model:\n\tnum_layers: 1\n", 2, "not valid YAML"),
         ("Model: [1\n", 2, "not valid YAML"),
@@ -188,12 +191,17 @@ def test_base_problems(problems: Problems, load: Load) -> None:
     assert problems("_base_: bad.yaml\n")[0].startswith("bad.yaml:2: Model.num_layers='x'")
 
 
-KEYS = st.sampled_from(
+KEY_NAMES = (
     "Model Engine Data Distributed Optimizer Global PreTraining Compress Quantization Train Eval "
     "dataset batch_size sharding mix_precision lr grad_clip enable dtype name split clip_norm "
     "input_dir hidden_size num_attention_heads mp_degree pp_degree dp_degree sharding_degree "
     "global_batch_size local_batch_size micro_batch_size max_seq_len vocab_size scheduler Profiler "
-    "vocab_size_divisible_unit use_recompute _base_ _inherited_ num_layers virtual_pp_degree".split()
+    "vocab_size_divisible_unit use_recompute _base_ _inherited_ num_layers virtual_pp_degree"
+)
+KEYS = st.sampled_from(KEY_NAMES.split())
+PATHS = st.sampled_from(
+    [path for path, _ in leaves(Config)]
+    + [*RENAMED, *WITHOUT_EFFECT, *ONLY, *NOT_OFFERED, "Engine.mix_precision.enable"]
 )
 VALUES = st.one_of(
     st.none(),
@@ -263,9 +271,10 @@ def test_a_damaged_document_loads_or_says_why(data: st.DataObject, tmp_path: Pat
         st.one_of(
             st.text(max_size=20),
             st.builds("{}.{}={}".format, KEYS, KEYS, VALUES),
+            st.builds("{}={}".format, PATHS, VALUES),
             st.builds("Data.dataset.{}={}".format, KEYS, st.text("[]{}'\",:1a ", max_size=8)),
         ),
-        max_size=4,
+        max_size=6,
     )
 )
 def test_any_override_loads_or_says_why(overrides: list[str], tmp_path: Path) -> None:

@@ -82,12 +82,12 @@ def test_later_layout(load: Load) -> None:
         "run.yaml:6: Global.local_batch_size is read as Data.batch_size.local_batch_size",
         "run.yaml:16: Engine.mix_precision.use_main_grad has no effect here: with bfloat16 the "
         "weights and gradients are float32",
-        "run.yaml:23: Model.vocab_size=50257 becomes 50432, a multiple of "
+        "run.yaml:24: Model.vocab_size=50257 becomes 50432, a multiple of "
         "vocab_size_divisible_unit * mp_degree = 256",
-        "run.yaml:46: Optimizer.beta1 is read as Optimizer.adam_beta1",
-        "run.yaml:50: Optimizer.grad_clip.clip_norm is read as Optimizer.grad_clip",
-        "run.yaml:52: Offline_Eval is read as Eval",
-        "run.yaml:58: Quantization has no effect here: quantization-aware training is not "
+        "run.yaml:42: Optimizer.beta1 is read as Optimizer.adam_beta1",
+        "run.yaml:46: Optimizer.grad_clip.clip_norm is read as Optimizer.grad_clip",
+        "run.yaml:48: Offline_Eval is read as Eval",
+        "run.yaml:54: Quantization has no effect here: quantization-aware training is not "
         "offered, and it is not enabled",
     ]:
         assert notice in config.notices

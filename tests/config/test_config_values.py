@@ -172,7 +172,8 @@ def test_any_consistent_batch_is_completed(
 
 
 def test_accumulate_steps_follow_the_batch(load: Load) -> None:
-    text = "Engine:\n  accumulate_steps: 5\nData:\n  batch_size: {local_batch_size: 8, micro_batch_size: 2}\n"
+    sizes = "{local_batch_size: 8, micro_batch_size: 2}"
+    text = f"Engine:\n  accumulate_steps: 5\nData:\n  batch_size: {sizes}\n"
     config = load(text, world_size=1)
     assert config.Engine.accumulate_steps == 4
     assert config.notices == [
@@ -330,6 +331,13 @@ def test_key_without_effect_is_said(overrides: list[str], notice: str, load: Loa
 def test_uneven_stages_are_said(load: Load) -> None:
     config = load("", ["Distributed.pp_degree=5", "Data.batch_size.local_batch_size=8"])
     assert any("does not divide Model.num_layers=24" in notice for notice in config.notices)
+
+
+def test_a_misspelt_key_causes_no_second_problem(problems: Problems) -> None:
+    (line,) = problems("Model:\n  hiden_size: 768\n  num_attention_heads: 12\n")
+    assert "did you mean hidden_size?" in line
+    (line,) = problems("Model: 768\nDistributed:\n  mp_degree: 3\n")
+    assert "this is a section" in line
 
 
 def test_a_reported_key_causes_no_second_problem(problems: Problems) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,8 @@ def test_one_prefix_in_two_formats_would_count_twice(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="more than one format"):
         open_datasets(tmp_path / "a")
     assert names(tmp_path / "a.idx") == ["a.bin"]
+
+
+def test_opening_data_does_not_wait_for_torch() -> None:
+    program = "import sys, fourfold.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

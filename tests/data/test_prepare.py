@@ -197,6 +197,18 @@ def test_a_second_run_replaces_the_first(tmp_path: Path) -> None:
     assert parse(tmp_path / "data")[1] == [[5, 99]]
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"text": "mine"}\n{"text": "too"}\n', b'{"text": "mine"}', b""]
+)
+def test_text_under_the_manifests_name_is_never_replaced(tmp_path: Path, content: bytes) -> None:
+    text = tmp_path / "wiki.json"
+    text.write_bytes(content)
+    with pytest.raises(DataError, match=r"wiki\.json: exists and is not a manifest"):
+        prepare(["1"], tmp_path / "wiki", Numbers())
+    assert text.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [text]
+
+
 @pytest.mark.parametrize("crash_at", [0, 1, 2])
 def test_a_crash_while_renaming_never_mixes_old_and_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int

@@ -120,6 +120,11 @@ def test_empty_datasets_are_read(tmp_path: Path) -> None:
         assert contents(read(write(tmp_path / (form + "2"), [[], []]))) == [[], []]
 
 
+def test_documents_ending_with_a_page_of_memory(tmp_path: Path) -> None:
+    documents = [[], list(range(mmap.PAGESIZE // 2)), []]
+    assert contents(read(write_megatron(tmp_path / "x", documents))) == documents
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 def test_npz_stored_or_compressed(tmp_path: Path, compressed: bool) -> None:
     assert (

@@ -1,0 +1,158 @@
+"""What is applied to the model from outside must not change what it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fourfold.data import Batch
+from fourfold.errors import UserError
+from fourfold.mesh import Layout
+from fourfold.model import GPT, ModelShape, initialize
+from fourfold.parallel import Precision, Runner
+from fourfold.parallel.precision import unmet_list_entries
+from fourfold.parallel.recompute import apply_recompute
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=2,
+    num_attention_heads=4,
+    ffn_hidden_size=64,
+    max_position_embeddings=24,
+    hidden_dropout_prob=0.1,
+    attention_probs_dropout_prob=0.1,
+)
+
+
+def make_runner(
+    shape: ModelShape = SHAPE,
+    *,
+    dtype: str = "float32",
+    level: str | None = None,
+    micro: int = 8,
+    recompute: str | None = None,
+    compiled: bool = False,
+) -> Runner:
+    model = GPT(shape)
+    initialize(model, seed=1)
+    if recompute:
+        apply_recompute(model, recompute)
+    if compiled:
+        for layer in model.layers.values():
+            layer.compile()
+    precision = Precision(dtype, level)
+    return Runner(model, precision=precision, device=CPU, micro_batch_size=micro, seed=5)
+
+
+def ragged_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 96, (8, 17), generator=generator)
+    mask = torch.zeros(8, 16)
+    for row, length in enumerate([16, 1, 9, 3, 16, 5, 12, 0]):
+        mask[row, :length] = 1.0
+    positions = torch.arange(16).repeat(8, 1)
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        mask,
+        positions,
+        np.arange(8),
+        float(mask.sum()),
+    )
+
+
+def run(runner: Runner, scale: float = 1.0) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = runner.run(ragged_batch(), step=3, loss_scale=scale).item()
+    gradients = {name: p.grad / scale for name, p in runner.masters.items() if p.grad is not None}
+    assert gradients.keys() == runner.masters.keys()
+    return loss, gradients
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_micro_batch_size_does_not_matter(micro: int) -> None:
+    """Ragged masks, one row without a single valid token: same loss, same gradients."""
+    shape = dataclasses.replace(SHAPE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    loss, gradients = run(make_runner(shape, micro=8))
+    other_loss, others = run(make_runner(shape, micro=micro))
+    assert other_loss == pytest.approx(loss, abs=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+def test_recomputation_is_exact_with_dropout(granularity: str) -> None:
+    loss, gradients = run(make_runner())
+    other_loss, others = run(make_runner(recompute=granularity))
+    assert other_loss == loss
+    for name, gradient in gradients.items():
+        assert torch.equal(others[name], gradient), name
+
+
+def test_parameter_names_survive_recomputation_and_compilation() -> None:
+    plain = make_runner().masters.keys()
+    assert make_runner(recompute="full", compiled=True).masters.keys() == plain
+
+
+def test_static_graph_computes_the_same() -> None:
+    shape = dataclasses.replace(
+        SHAPE, num_layers=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    loss, gradients = run(make_runner(shape))
+    other_loss, others = run(make_runner(shape, compiled=True))
+    assert other_loss == pytest.approx(loss, abs=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+LOW = [("bfloat16", "O1"), ("bfloat16", "O2"), ("float16", "O1"), ("float16", "O2")]
+
+
+@pytest.mark.parametrize(("dtype", "level"), LOW)
+def test_low_precision_is_close_and_its_gradients_are_fp32(dtype: str, level: str) -> None:
+    shape = dataclasses.replace(SHAPE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    loss, gradients = run(make_runner(shape))
+    runner = make_runner(shape, dtype=dtype, level=level, micro=4)
+    low_loss, low = run(runner, scale=1024.0 if runner.precision.scales_loss else 1.0)
+    assert 0 < abs(low_loss - loss) < 0.02
+    for name, gradient in gradients.items():
+        assert low[name].dtype == torch.float32
+        assert (low[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-3, name
+
+
+def test_level_o2_keeps_norms_and_masters_in_fp32() -> None:
+    runner = make_runner(dtype="float16", level="O2")
+    for name, parameter in runner.model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "norm" in name else torch.float16), name
+        assert runner.masters[name].dtype == torch.float32
+    with torch.no_grad():
+        runner.masters["embeddings.word.weight"].fill_(0.5)
+    runner.refresh()
+    assert (runner.model.embeddings.word.weight == 0.5).all()
+
+
+def test_evaluation_has_no_dropout_and_leaves_no_gradients() -> None:
+    runner = make_runner()
+    first, second = runner.evaluate(ragged_batch()), runner.evaluate(ragged_batch())
+    assert first == second
+    assert all(p.grad is None for p in runner.masters.values())
+
+
+def test_lists_of_the_documents_are_met_and_others_said() -> None:
+    black = ["reduce_sum", "c_softmax_with_cross_entropy", "elementwise_div"]
+    assert unmet_list_entries(black, ["lookup_table", "lookup_table_v2"]) == []
+    said = unmet_list_entries(["matmul_v2"], ["reduce_mean"])
+    assert len(said) == 2 and "matmul_v2" in said[0] and "reduce_mean" in said[1]
+
+
+def test_layouts_describe_and_check_themselves() -> None:
+    layout = Layout(dp=2, pp=2, sharding=2, mp=2, stage=3)
+    assert str(layout) == "dp2 x pp2 x sharding2(stage 3) x mp2"
+    assert (layout.world_size, layout.data_degree) == (16, 4)
+    with pytest.raises(UserError, match="needs 16 processes, running: 8"):
+        layout.check(8)
+    Layout().check(1)

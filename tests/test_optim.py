@@ -1,0 +1,141 @@
+"""Schedule, loss scale and AdamW: the documents' figures, and torch's own optimizer as judge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fourfold.optim import LossScale, Optimizer, Schedule, is_decayed
+
+# Seed 002: max_lr 1.0e-5 below min_lr 5.0e-5, decay 360000, warm-up 1 %. The rate logged after
+# step n is that of step n + 1.
+DOCUMENTED = Schedule(max_lr=1e-5, min_lr=5e-5, warmup_rate=0.01, decay_steps=360_000)
+
+
+@pytest.mark.parametrize(
+    ("logged_at", "shown"), [(1, "5.55556e-09"), (2, "8.33333e-09"), (9, "2.77778e-08")]
+)
+def test_learning_rates_of_the_document(logged_at: int, shown: str) -> None:
+    assert f"{DOCUMENTED.lr_at(logged_at + 1):.5e}" == shown
+
+
+def test_rate_of_the_sharding_document() -> None:
+    schedule = Schedule(max_lr=1e-5, min_lr=5e-5, warmup_rate=0.01, decay_steps=320_000)
+    assert f"{schedule.lr_at(2):.5e}" == "6.25000e-09"
+
+
+def test_an_inverted_range_follows_the_formula() -> None:
+    assert DOCUMENTED.lr_at(3600) == pytest.approx(1e-5)
+    assert DOCUMENTED.lr_at(180_000) == pytest.approx(2.97e-5, rel=1e-3)
+    assert DOCUMENTED.lr_at(360_000) == pytest.approx(5e-5)
+    assert DOCUMENTED.lr_at(400_000) == 5e-5
+
+
+@given(st.integers(1, 10_000), st.floats(0, 0.99), st.floats(1e-8, 1), st.floats(0, 1e-8))
+def test_rates_stay_between_their_ends(steps: int, warmup: float, top: float, low: float) -> None:
+    schedule = Schedule(max_lr=top, min_lr=low, warmup_rate=warmup, decay_steps=steps)
+    for step in {1, 2, steps // 2 + 1, steps, steps + 1, 2 * steps}:
+        assert 0 <= schedule.lr_at(step) <= top * (1 + 1e-9)
+    assert schedule.lr_at(steps + 1) == low
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_a_thousand() -> None:
+    scale = LossScale(32768.0)
+    scale.update(overflowed=True)
+    assert scale.value == 16384.0
+    for _ in range(1000):
+        scale.update(overflowed=False)
+    assert (scale.value, scale.good_steps) == (32768.0, 0)
+    for _ in range(40):
+        scale.update(overflowed=True)
+    assert scale.value == 1.0 and scale.exhausted
+
+
+def test_decay_spares_biases_and_norms() -> None:
+    assert is_decayed("embeddings.position.weight") and is_decayed("layers.0.attn.qkv.weight")
+    assert not is_decayed("layers.0.attn.qkv.bias") and not is_decayed("layers.0.norm1.weight")
+
+
+def make_parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (5, 3), "a.bias": (5,), "norm.weight": (3,), "b.weight": (2, 5)}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in shapes.items()
+    }
+
+
+def make_optimizer(parameters: dict[str, nn.Parameter], **options: object) -> Optimizer:
+    settings = {"weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8, "grad_clip": 0.5}
+    return Optimizer(parameters, **(settings | options))  # type: ignore[arg-type]
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], step: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters.values():
+        gradient = torch.randn(parameter.shape, generator=generator) * scale
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_equals_torchs_adamw_with_its_clipping(fusion: bool, scale: float) -> None:
+    ours, theirs = make_parameters(), make_parameters()
+    optimizer = make_optimizer(ours, tensor_fusion=fusion)
+    groups = [
+        {"params": [theirs["a.weight"], theirs["b.weight"]], "weight_decay": 0.1},
+        {"params": [theirs["a.bias"], theirs["norm.weight"]], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        set_gradients(ours, step, scale)
+        set_gradients(theirs, step)
+        norm = float(optimizer.gradient_norm()) / scale
+        optimizer.update(0.01 * step, norm, scale)
+        expected = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        assert norm == pytest.approx(float(expected), rel=1e-6)
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * step
+        reference.step()
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[name], rtol=2e-6, atol=1e-7, msg=name)
+
+
+def test_no_clip_leaves_large_gradients_alone() -> None:
+    clipped, free = make_parameters(), make_parameters()
+    for parameters, clip in ((clipped, 1e-3), (free, 0.0)):
+        optimizer = make_optimizer(parameters, grad_clip=clip, epsilon=1.0)
+        set_gradients(parameters, 1)
+        optimizer.update(0.1, float(optimizer.gradient_norm()))
+    assert not torch.allclose(clipped["a.weight"], free["a.weight"])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False), (True, True)])
+def test_moments_move_between_fused_and_unfused(saved: bool, loaded: bool) -> None:
+    first = make_parameters()
+    before = make_optimizer(first, tensor_fusion=saved)
+    set_gradients(first, 1)
+    before.update(0.01, float(before.gradient_norm()))
+
+    second = make_parameters()
+    after = make_optimizer(second, tensor_fusion=loaded)
+    with torch.no_grad():
+        for name, parameter in second.items():
+            parameter.copy_(first[name])
+        for name, moment in after.named_moments().items():
+            moment.copy_(before.named_moments()[name])
+    after.restore_updates(before.updates)
+
+    for parameters, optimizer in ((first, before), (second, after)):
+        optimizer.zero_grad()
+        set_gradients(parameters, 2)
+        optimizer.update(0.01, 1.0)
+    for name, parameter in first.items():
+        assert torch.equal(parameter, second[name]), name
