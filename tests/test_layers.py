@@ -30,7 +30,7 @@ def imported_parts(file: Path) -> set[str]:
     return parts & set(LINE)
 
 
-FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if part_of(file) != "__init__"]
+FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if not part_of(file).startswith("__")]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -44,7 +44,7 @@ def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
     for source in sources:
         source.check_ids(config.Model.vocab_size, dataset.cache_dir)
     global_batch = config.Data.batch_size.global_batch_size
-    evaluations = engine.max_steps // engine.eval_freq + 1
+    evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 0
     wanted = {
         "train": global_batch * engine.max_steps,
         "valid": global_batch * evaluations * engine.eval_iters,

@@ -126,27 +126,25 @@ class Engine:
             self.optimizer.zero_grad()
         return loss, norm
 
-    def _evaluate(
-        self, sinks: Sinks, part: Literal["eval", "test"], iterations: int
-    ) -> float | None:
+    def _evaluate(self, sinks: Sinks, part: Literal["eval", "test"], iterations: int) -> None:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
         split = "valid" if part == "eval" else "test"
         if not len(self.feeds.samples[split]) or iterations == 0:
             return
-        evaluation = self.step // self.config.Engine.eval_freq - 1 if part == "eval" else 0
+        first = 0
+        if part == "eval":
+            first = (self.step // self.config.Engine.eval_freq - 1) * iterations
         loader, start = self.feeds.loaders[split], time.perf_counter()
         total = tokens = 0.0
-        for i in range(iterations):
-            batch = loader.batch(max(evaluation, 0) * iterations + i)
+        for batch in map(loader.batch, range(first, first + iterations)):
             total += float(self.runner.evaluate(batch)) * batch.global_valid_tokens
             tokens += batch.global_valid_tokens
-        loss = total / max(tokens, 1.0)
         sinks.evaluation(
             part,
             step=self.step,
             epoch=self._epoch(),
             batch=iterations - 1,
-            loss=loss,
+            loss=total / max(tokens, 1.0),
             seconds=time.perf_counter() - start,
             batches=iterations,
         )

@@ -126,6 +126,7 @@ def test_the_model_alone_can_be_read_even_if_the_optimizer_is_damaged(tmp_path: 
         checkpoint.load(directory, blank(tensors))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_our_files_for_any_layout(tmp_path: Path) -> None:
     tensors = {k: v for k, v in sample(5).items() if v.numel() > 0}
     directory = checkpoint.save(tmp_path, 5, tensors, {})

@@ -173,7 +173,7 @@ def test_hostile_shards_raise_or_load_but_never_crash(saved: Path) -> None:
     original = content(saved)
     header_bytes = 8 + int.from_bytes(original[MODEL][:8], "little")
     refused = 0
-    for _ in range(400):
+    for _ in range(200):
         data = mutated(original[MODEL][:header_bytes], rng) + original[MODEL][header_bytes:]
         (saved / MODEL).write_bytes(data)
         (saved / "manifest.json").write_bytes(original["manifest.json"])
@@ -183,7 +183,7 @@ def test_hostile_shards_raise_or_load_but_never_crash(saved: Path) -> None:
         except CheckpointError as error:
             assert MODEL in str(error)
             refused += 1
-    assert refused > 200
+    assert refused > 100
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def kill_and_wait(pid: int) -> None:
 def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
     rng = random.Random(8)
     floats = 1 << 20  # 4 + 2 MB, and as much again for what is being replaced
+    began = time.monotonic()
     checkpoint.save(tmp_path, 0, sample(0, floats), state_of(0))
+    one_save_seconds = time.monotonic() - began
     into = blank(sample(0, floats))
     step = committed = interrupted = 0
     for _ in range(KILLS):
@@ -68,7 +70,7 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
                 step, tmp_path, floats, keep, report
             )
         )
-        time.sleep(rng.uniform(0.0, 0.25))
+        time.sleep(rng.uniform(0.0, 4 * one_save_seconds))
         kill_and_wait(pid)
         committed = max([committed, *drain(pipe)])
         interrupted += any(path.name.startswith(".") for path in tmp_path.iterdir())
@@ -150,16 +152,15 @@ def test_a_reader_beside_a_writer_always_gets_one_whole_checkpoint(
             os.write(report, number.to_bytes(8, "little"))
 
     pid, pipe = fork_writer(write)
-    seen = []
+    seen: list[int] = []
+    deadline = time.monotonic() + 60
     try:
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
+        while len(set(seen)) < 100 and time.monotonic() < deadline:
             into = blank(sample(0, floats))
             _, state = checkpoint.resume(tmp_path, into, pytest.fail)
             assert same_bits(into, sample(state["step"], floats)), "two checkpoints mixed"
             seen.append(state["step"])
     finally:
         kill_and_wait(pid)
-    written = drain(pipe)
     assert seen == sorted(seen), "a reader went back in time"
-    assert len(set(seen)) > 3 and len(written) > 3
+    assert len(set(seen)) > 3 and len(drain(pipe)) > 3

@@ -1,0 +1,5 @@
+"""`python -m fourfold` is the command `fourfold`."""
+
+from fourfold.cli import main
+
+main()
