@@ -12,7 +12,7 @@ layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale,
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
 """
 
-from fourfold.checkpoint.directory import candidates
+from fourfold.checkpoint.directory import candidates, named
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.reading import load, read_state, resume, tensor_names, verify
 from fourfold.checkpoint.writing import save
@@ -21,6 +21,7 @@ __all__ = [
     "MismatchError",
     "candidates",
     "load",
+    "named",
     "read_state",
     "resume",
     "save",

@@ -57,6 +57,11 @@ def history(output_dir: Path) -> list[Committed]:
     return sorted(found, key=lambda entry: entry.serial)[::-1]
 
 
+def named(ckpt_dir: str, output_dir: Path) -> Path:
+    """The place `Engine.save_load.ckpt_dir` means; the bare word latest is the run's own."""
+    return output_dir if ckpt_dir == LATEST else Path(ckpt_dir)
+
+
 def candidates(where: Path | str) -> list[Path]:
     """The checkpoints to try for `where`, best first; empty if there is none.
 

@@ -10,7 +10,6 @@ import typer
 from fourfold.cli.options import Overrides
 
 PROMPTS = ("def read_lines(", "The following example", "class Queue:")
-VOCAB_SIZE = 8192
 
 
 def quickstart(
@@ -18,9 +17,12 @@ def quickstart(
     directory: Annotated[
         Path, typer.Option("--dir", help="Where corpus, data, checkpoints and pictures go.")
     ] = Path("runs/quickstart"),
-    config: Annotated[Path, typer.Option("-c", "--config", help="The run's YAML file.")] = Path(
-        "configs/gpt/quickstart.yaml"
-    ),
+    max_mb: Annotated[
+        float | None, typer.Option(help="Use at most this many megabytes of the text.")
+    ] = None,
+    config: Annotated[
+        Path, typer.Option("-c", "--config", help="The YAML file of the run.")
+    ] = Path("configs/gpt/quickstart.yaml"),
 ) -> None:
     """Train a small GPT on the text every Python installation carries, and let it write."""
     from fourfold.config import load_config
@@ -33,7 +35,7 @@ def quickstart(
         f"Engine.save_load.output_dir={directory / 'output'}",
     ]
     resolved = load_config(config, [*places, *(override or [])], world_size=1)
-    make_data(directory)
+    make_data(directory, resolved.Model.vocab_size, max_mb)
     engine = Engine(resolved)
     engine.fit()
     if engine.step < resolved.Engine.max_steps:
@@ -45,7 +47,7 @@ def quickstart(
     print(f"\nThe run is in {directory / 'output'}; its loss curve is loss_curve.png there.")
 
 
-def make_data(directory: Path) -> None:
+def make_data(directory: Path, vocab_size: int, max_mb: float | None) -> None:
     """Corpus, tokenizer and token files; what an earlier run finished is kept."""
     from fourfold.data.corpus import write_corpus
     from fourfold.data.prepare import prepare, read_jsonl
@@ -57,11 +59,11 @@ def make_data(directory: Path) -> None:
         return
     directory.mkdir(parents=True, exist_ok=True)
     print("Collecting the text of this Python installation ...")
-    corpus = write_corpus(directory)
+    corpus = write_corpus(directory, None if max_mb is None else int(max_mb * 1e6))
     print(f"  {corpus}: {corpus.stat().st_size / 1e6:.1f} MB")
-    print(f"Training a byte-level BPE tokenizer of {VOCAB_SIZE} tokens ...")
+    print(f"Training a byte-level BPE tokenizer of {vocab_size} tokens ...")
     tokenizer_file = directory / "tokenizer.json"
-    train(read_jsonl(corpus), VOCAB_SIZE).save(tokenizer_file)
+    train(read_jsonl(corpus), vocab_size).save(tokenizer_file)
     print("Turning the text into tokens ...")
     manifest = prepare(read_jsonl(corpus), prefix, Tokenizer.load(tokenizer_file))
     print(f"  {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")

@@ -271,7 +271,7 @@ def _resume_source(config: Config, output_dir: Path) -> Path | None:
     own = output_dir if save_load.auto_resume and checkpoint.candidates(output_dir) else None
     if save_load.ckpt_dir is None:
         return own
-    named = Path(save_load.ckpt_dir)
+    named = checkpoint.named(save_load.ckpt_dir, output_dir)
     inside = named.resolve().is_relative_to(output_dir.resolve())
     return named if inside or own is None else own
 

@@ -28,7 +28,7 @@ class GenerationModule:
         self.config = config
         self.tokenizer = Tokenizer.load(Path(config.Global.tokenizer))
         save_load = config.Engine.save_load
-        where = Path(save_load.ckpt_dir or save_load.output_dir)
+        where = checkpoint.named(save_load.ckpt_dir or "latest", Path(save_load.output_dir))
         self.device = select_device(config.Global.device)
         with torch.device("meta"):
             model = GPT(ModelShape.of(config.Model))
