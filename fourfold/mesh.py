@@ -38,18 +38,13 @@ class Layout:
             parts[2] += f"(stage {self.stage})"
         return " x ".join(parts)
 
-    def check(self, world_size: int) -> None:
-        """Refuse a layout the processes at hand cannot form, and for now any but one process."""
-        if self.world_size != world_size:
+    def check(self, running: int) -> None:
+        """Refuse what the processes at hand cannot form: for now, anything but one of each."""
+        if self.world_size > 1 or running > 1:
             raise UserError(
-                f"the layout {self} needs {self.world_size} processes, running: {world_size}; "
-                f"start {self.world_size}, or set the degrees under Distributed so that their "
-                f"product is {world_size}"
-            )
-        if world_size > 1:
-            raise UserError(
-                f"the layout {self} asks for {world_size} processes; this version trains on one "
-                "device only. Set every degree under Distributed to 1 and start a single process"
+                f"the layout {self} needs {self.world_size} process(es) and {running} "
+                f"{'is' if running == 1 else 'are'} running, but this version trains on one "
+                "device only; set every degree under Distributed to 1 and start a single process"
             )
 
 

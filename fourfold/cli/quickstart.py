@@ -34,7 +34,7 @@ def quickstart(
         f"Data.dataset.input_dir={directory / 'data'}",
         f"Engine.save_load.output_dir={directory / 'output'}",
     ]
-    resolved = load_config(config, [*places, *(override or [])], world_size=1)
+    resolved = load_config(config, [*places, *(override or [])])
     make_data(directory, resolved.Model.vocab_size, max_mb)
     engine = Engine(resolved)
     engine.fit()

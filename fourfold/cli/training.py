@@ -11,5 +11,4 @@ def train(config: ConfigFile, override: Overrides = None) -> None:
     from fourfold.engine import Engine
     from fourfold.mesh import world_size
 
-    world = world_size()
-    Engine(load_config(config, override or [], world_size=world), world).fit()
+    Engine(load_config(config, override or []), world_size()).fit()

@@ -51,14 +51,16 @@ def _validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
     """The typed tree, with defaults in place of what is reported, and the paths reported."""
     values = _without_nulls(tree, Config)
     reported: set[str] = set()
+    removed: set[str] = set()
     while True:
         try:
             return Config.model_validate(values), reported
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 path, field = _locate(details["loc"])
-                if path in reported:
+                if path in removed:  # one value may be wrong for several reasons
                     continue
+                removed.add(path)
                 reported.add(path)
                 entry = find(tree, path)
                 assert entry is not None
@@ -114,6 +116,8 @@ def _type_problem(path: str, field: FieldInfo | None, entry: Entry, details: Any
         return f"{path}={shown}: {details['ctx']['error']}"
     allowed = allowed_text(field)
     meant = nearest(value, allowed.split(", ")) if isinstance(value, str) else []
+    if details["type"] == "less_than_equal" and isinstance(value, int | float):
+        return f"{path}={shown} is too large; choose at most {details['ctx']['le']}"
     return f"{path}={shown} is not {allowed}{did_you_mean(meant)}"
 
 

@@ -15,6 +15,9 @@ def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
     """`tree` with every override in it, later ones winning."""
     for layer, text in enumerate(overrides, start=1):
         source = f"-o {text}"
+        if not _is_unicode(text):
+            report.problem(ascii(source)[1:-1], "not UTF-8 text")
+            continue
         path, equals, written = text.partition("=")
         names = [name.strip() for name in path.split(".")]
         if not equals or not all(names):
@@ -27,6 +30,15 @@ def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
             continue
         tree = _apply(tree, names, Entry(value, source, layer), report)
     return tree
+
+
+def _is_unicode(text: str) -> bool:
+    """False for what a shell passed in another encoding, which no file of ours could hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_value(text: str, source: str, layer: int) -> object:

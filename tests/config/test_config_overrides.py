@@ -45,6 +45,11 @@ def test_nothing_is_evaluated(load: Load) -> None:
     assert config.Engine.save_load.output_dir == text
 
 
+def test_an_argument_in_another_encoding_is_refused(problems: Problems) -> None:
+    (line,) = problems("", ["Engine.save_load.output_dir=caf\udce9"])
+    assert line == "-o Engine.save_load.output_dir=caf\\udce9: not UTF-8 text"
+
+
 def test_the_last_override_wins(load: Load) -> None:
     config = load("", ["Engine.max_steps=1", "Engine.max_steps=2"])
     assert config.Engine.max_steps == 2
@@ -83,6 +88,7 @@ def test_an_override_wins_over_the_file_in_any_spelling(load: Load) -> None:
         ("Engine.max_steps.x=1", "Engine.max_steps={'x': 1} is not an integer of at least 1"),
         ("Model=5", "Model=5: this is a section; write its keys below it"),
         ("Profiler.scheduler.2=1", "Profiler.scheduler.2: the list has items 0 to 1"),
+        ("Engine.max_steps=1e12", "Engine.max_steps=1000000000000.0 is too large; choose at most"),
         ("Profiler.scheduler=[1", "[1 is no complete list, mapping or quoted string"),
         ("Engine.save_load.ckpt_dir='x", "'x is no complete list, mapping or quoted string"),
     ],
