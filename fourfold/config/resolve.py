@@ -169,14 +169,14 @@ def _resolve_precision(config: Config, findings: Findings) -> None:
             precision.dtype = switched
         findings.notice(f"{said}; {precision.dtype} is used", *names)
     precision.use_pure_fp16 = precision.dtype == "float16"
-    level = _LEVELS[precision.dtype]
-    if precision.level not in (None, level):
+    if precision.level is None:
+        precision.level = _LEVELS[precision.dtype]
+    elif precision.dtype == "float32":
         findings.notice(
-            f"Engine.mix_precision.level={precision.level} is not offered with {precision.dtype}; "
-            f"{level or 'no level'} is used",
+            f"Engine.mix_precision.level={precision.level} has no effect with float32",
             "Engine.mix_precision.level",
         )
-    precision.level = level
+        precision.level = None
 
 
 def _resolve_model(config: Config, findings: Findings) -> None:

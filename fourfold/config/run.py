@@ -58,8 +58,9 @@ class MixPrecision(Section):
     )
     level: Level | None = key(
         None,
-        "How dtype is applied; null chooses. bfloat16 runs at O1 (autocast, float32 weights), "
-        "float16 at O2 (float16 weights, float32 master weights), float32 has no level.",
+        "How dtype is applied: O1 is autocast with float32 weights, O2 is weights of that type "
+        "with float32 master weights. Null is O1 with bfloat16, O2 with float16; float32 has no "
+        "level.",
     )
     scale_loss: Positive = key(32768.0, "Initial dynamic loss scale; used with float16 only.")
     custom_black_list: list[str] = key(
