@@ -8,7 +8,7 @@ own; rounds alternate between the variants and medians are taken, since machines
 matrix-product bound is the time of the model's products alone, at its shapes, in the faster of
 fp32 and bf16.
 
-    python benchmarks/train_step.py [--rounds 2] [--steps 3] [--threads 2] [--skip-compiled]
+    python benchmarks/train_step.py [--rounds 2] [--steps 3] [--threads 2] [--dtypes float32]
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--skip-compiled", action="store_true", help="leave out torch.compile")
     parser.add_argument("--child", choices=["transformers", "bound"], help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
@@ -71,22 +72,20 @@ def main() -> None:
         print("RESULT " + json.dumps(work(options)))
         return
 
-    variants = [(who, dtype, False) for who in ("fourfold", "transformers") for dtype in DTYPES]
+    dtypes = options.dtypes
+    variants = [(who, dtype, False) for who in ("fourfold", "transformers") for dtype in dtypes]
     if not options.skip_compiled:
-        variants += [("transformers", dtype, True) for dtype in DTYPES]
+        variants += [("transformers", dtype, True) for dtype in dtypes]
     results: dict[tuple[str, str, bool], list[dict[str, Any]]] = {v: [] for v in variants}
-    bounds: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+    bounds: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
     for round_number in range(options.rounds):
         for variant in variants:
             say(f"round {round_number + 1}: {title(variant)}")
             results[variant].append(measure(variant, options))
-        for dtype in DTYPES:
+        for dtype in dtypes:
             say(f"round {round_number + 1}: matrix products in {dtype}")
             bounds[dtype].append(child(options, "bound", dtype, False)["seconds"])
     report(results, bounds, options)
-
-
-DTYPES = ("float32", "bfloat16")
 
 
 def say(text: str) -> None:
