@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.errors import UserError
 
 app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
 
@@ -40,8 +42,17 @@ def check(config: ConfigFile, override: Overrides = None) -> None:
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    config: Annotated[
+        Path | None,
+        typer.Option("-c", "--config", help="Give this file's resolved values as the defaults."),
+    ] = None,
+    override: Overrides = None,
+) -> None:
     """Print the JSON Schema of the configuration, for editors."""
-    from fourfold.config import json_schema
+    from fourfold.config import json_schema, load_config
 
-    print(json.dumps(json_schema(), indent=2))
+    if config is None and override:
+        raise UserError("-o sets keys of a file; name the file with -c")
+    resolved = None if config is None else load_config(config, override or [])
+    print(json.dumps(json_schema(resolved), indent=2))

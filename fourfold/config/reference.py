@@ -37,9 +37,23 @@ section pasted inside another one is taken out of it.
 """
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of a file in the documented spelling; null is allowed, as the default."""
-    schema = Config.model_json_schema()
+# pydantic leaves the bounds of optional numbers under its own names.
+_JSON_SCHEMA_BOUNDS = {
+    "ge": "minimum",
+    "le": "maximum",
+    "gt": "exclusiveMinimum",
+    "lt": "exclusiveMaximum",
+}
+
+
+def json_schema(config: Config | None = None) -> dict[str, Any]:
+    """JSON Schema of a file in the documented spelling; null is allowed, as the default.
+
+    With a configuration, its resolved values stand as the defaults.
+    """
+    schema = _renamed(Config.model_json_schema(), _JSON_SCHEMA_BOUNDS)
+    if config is not None:
+        _set_defaults(schema, schema["$defs"], config.to_dict())
     for part in [schema, *schema["$defs"].values()]:
         part.pop("title", None)
         for name, field in part["properties"].items():
@@ -53,6 +67,24 @@ def json_schema() -> dict[str, Any]:
         "description": "Another file to inherit from, relative to this one.",
     }
     return schema
+
+
+def _renamed(node: Any, names: dict[str, str]) -> Any:
+    if isinstance(node, dict):
+        return {names.get(key, key): _renamed(value, names) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_renamed(item, names) for item in node]
+    return node
+
+
+def _set_defaults(part: dict[str, Any], sections: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put `values` in as defaults; every section of the tree is declared once and used once."""
+    for name, value in values.items():
+        field = part["properties"][name]
+        if "$ref" in field:
+            _set_defaults(sections[field["$ref"].rsplit("/", 1)[1]], sections, value)
+        else:
+            field["default"] = value
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:

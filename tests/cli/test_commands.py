@@ -42,8 +42,15 @@ def test_show_prints_derived_values() -> None:
 
 
 def test_schema_is_json_schema() -> None:
-    result = fourfold("config", "schema")
-    assert "Distributed" in json.loads(result.stdout)["properties"]
+    schema = json.loads(fourfold("config", "schema").stdout)
+    assert "Distributed" in schema["properties"]
+    steps = schema["$defs"]["Engine"]["properties"]["max_steps"]
+    assert steps["default"] == 500000
+    assert steps["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+    file = str(CONFIGS / "quickstart.yaml")
+    schema = json.loads(fourfold("config", "schema", "-c", file, "-o", "Engine.max_steps=7").stdout)
+    assert schema["$defs"]["Engine"]["properties"]["max_steps"]["default"] == 7
+    assert schema["$defs"]["Model"]["properties"]["hidden_size"]["default"] == 256
 
 
 def test_all_problems_come_at_once_with_exit_code_2(tmp_path: Path) -> None:
