@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fourfold.model.names import is_bias, is_norm
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -61,7 +63,7 @@ class LossScale:
 
 def is_decayed(name: str) -> bool:
     """Weight decay spares biases and LayerNorms; embeddings do decay, as in the originals."""
-    return "bias" not in name and "norm" not in name
+    return not is_bias(name) and not is_norm(name)
 
 
 class Optimizer:
@@ -141,19 +143,18 @@ class Optimizer:
 
     def named_moments(self) -> dict[str, Tensor]:
         """`<parameter>.exp_avg` and `<parameter>.exp_avg_sq` for every parameter, as views."""
-        moments: dict[str, Tensor] = {}
-        for key in ("exp_avg", "exp_avg_sq"):
-            if self.flats:
-                whole = {f.data_ptr(): self.adamw.state[f][key] for f in self.flats}
-                for name, parameter in self.parameters.items():
-                    flat = next(f for f in self.flats if _is_view_of(parameter, f))
-                    start = parameter.storage_offset()
-                    piece = whole[flat.data_ptr()][start : start + parameter.numel()]
-                    moments[f"{name}.{key}"] = piece.view_as(parameter)
-            else:
-                for name, parameter in self.parameters.items():
-                    moments[f"{name}.{key}"] = self.adamw.state[parameter][key]
-        return moments
+        return {
+            f"{name}.{key}": self._moment(parameter, key)
+            for key in ("exp_avg", "exp_avg_sq")
+            for name, parameter in self.parameters.items()
+        }
+
+    def _moment(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
+        if not self.tensor_fusion:
+            return self.adamw.state[parameter][key]
+        flat = next(flat for flat in self.flats if _is_view_of(parameter, flat))
+        start = parameter.storage_offset()
+        return self.adamw.state[flat][key][start : start + parameter.numel()].view_as(parameter)
 
     def restore_updates(self, updates: int) -> None:
         """Set the number of updates done, which corrects Adam's bias."""

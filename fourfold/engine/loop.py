@@ -227,7 +227,9 @@ class Engine:
         )
         lists = config.Engine.mix_precision
         if precision.level:
-            self.notices += unmet_list_entries(lists.custom_black_list, lists.custom_white_list)
+            self.notices += unmet_list_entries(
+                lists.custom_black_list, lists.custom_white_list, precision.level
+            )
         if slow := slow_dtype_notice(precision.dtype, self.device):
             self.notices.append(slow)
         plan = describe(config, self.layout, self.runner, self.feeds, peak_reason)

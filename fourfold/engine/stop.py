@@ -12,7 +12,7 @@ STOP_FILE = "STOP"
 class StopRequest:
     """Listens for SIGTERM, SIGINT and a file named STOP in the run directory.
 
-    The first signal only asks. A second SIGINT means the person at the keyboard will not wait,
+    The first signal only asks. A SIGINT after it means the person at the keyboard will not wait,
     and interrupts at once; what was committed before stays good.
     """
 

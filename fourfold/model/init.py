@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.model.gpt import GPT
+from fourfold.model.names import is_bias, is_norm
 from fourfold.model.seeds import mix_seed
 
 ROWS_PER_BLOCK = 256
@@ -24,9 +25,9 @@ def initialize(model: GPT, seed: int) -> None:
     normal: list[tuple[str, Tensor, float]] = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if is_bias(name):
                 parameter.zero_()
-            elif "norm" in name:
+            elif is_norm(name):
                 parameter.fill_(1.0)
             else:
                 normal.append((name, parameter, _std(model, name)))

@@ -19,25 +19,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from fourfold.model.names import is_norm
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The documents' operator names, and what already holds here without being asked for.
-ALWAYS_FP32 = {
-    "reduce_sum": "sums of the loss run in fp32",
-    "c_softmax_with_cross_entropy": "the loss is computed in fp32",
-    "softmax_with_cross_entropy": "the loss is computed in fp32",
-    "elementwise_div": "the division by the token count runs in fp32",
-    "layer_norm": "LayerNorm runs in the precision of its fp32 weights",
-    "softmax": "attention's softmax accumulates in fp32",
-}
-ALWAYS_LOW = {
-    "lookup_table": "the embedding is looked up in the low precision at level O2",
-    "lookup_table_v2": "the embedding is looked up in the low precision at level O2",
-    "matmul": "matrix products run in the low precision",
-    "matmul_v2": "matrix products run in the low precision",
-    "mul": "matrix products run in the low precision",
-    "gelu": "GELU runs in the low precision",
-}
+# The documents' operator names that hold here without being asked for. Losses, their sums and
+# their division by the token count run in fp32, LayerNorm in the precision of its fp32 weights,
+# and attention's softmax accumulates in fp32.
+ALWAYS_FP32 = {"reduce_sum", "c_softmax_with_cross_entropy", "softmax_with_cross_entropy"}
+ALWAYS_FP32 |= {"elementwise_div", "layer_norm", "softmax"}
+# Matrix products and GELU run in the low precision; so does the embedding when its weights are.
+ALWAYS_LOW = {"matmul", "matmul_v2", "mul", "gelu"}
+LOW_AT_O2 = {"lookup_table", "lookup_table_v2"}
 
 
 class Precision:
@@ -67,7 +60,7 @@ class Precision:
         if self.level != "O2":
             return masters
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if is_norm(name):
                 continue
             masters[name] = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(self.dtype)
@@ -89,20 +82,19 @@ def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     return move
 
 
-def unmet_list_entries(black_list: list[str], white_list: list[str]) -> list[str]:
-    """What the custom lists ask for and torch has no switch for, said in a line each."""
-    unmet = []
-    for key, asked, holds, where in (
-        ("custom_black_list", black_list, ALWAYS_FP32, "fp32"),
-        ("custom_white_list", white_list, ALWAYS_LOW, "the low precision"),
-    ):
-        for operator in asked:
-            if operator not in holds:
-                unmet.append(
-                    f"Engine.mix_precision.{key}: {operator!r} cannot be forced to {where}; "
-                    "torch's own rule for it applies"
-                )
-    return unmet
+def unmet_list_entries(black_list: list[str], white_list: list[str], level: str) -> list[str]:
+    """What the custom lists ask for and does not hold at this level: a line for each list."""
+    low = ALWAYS_LOW | (LOW_AT_O2 if level == "O2" else set())
+    unmet = {
+        "custom_black_list": [name for name in black_list if name not in ALWAYS_FP32],
+        "custom_white_list": [name for name in white_list if name not in low],
+    }
+    return [
+        f"Engine.mix_precision.{key}: {', '.join(names)} cannot be forced at level {level}; "
+        "torch's own rule applies"
+        for key, names in unmet.items()
+        if names
+    ]
 
 
 def slow_dtype_notice(dtype: torch.dtype, device: torch.device) -> str | None:
