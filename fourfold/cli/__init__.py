@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from fourfold.cli import configuration, generation, quickstart, training
+from fourfold.cli import configuration, data, generation, quickstart, training
 from fourfold.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("train")(training.train)
 app.command("generate")(generation.generate)
 app.command("quickstart")(quickstart.quickstart)
+app.add_typer(data.app, name="data")
 app.add_typer(configuration.app, name="config")
 
 

@@ -14,6 +14,7 @@ _ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 
 def check(config: Config, findings: Findings) -> None:
     _check_model(config, findings)
+    _check_data(config, findings)
     _check_lengths(config, findings)
     _check_tensor_parallel(config, findings)
     _check_pipeline(config, findings)
@@ -61,6 +62,32 @@ def _check_model(config: Config, findings: Findings) -> None:
             f"choose an id below {model.vocab_size}",
             "Data.dataset.eos_token_id",
             "Model.vocab_size",
+        )
+
+
+def _check_data(config: Config, findings: Findings) -> None:
+    dataset = config.Data.dataset
+    own = {"train": dataset.train_data, "valid": dataset.valid_data, "test": dataset.test_data}
+    names = [f"Data.dataset.{part}_data" for part, value in own.items() if value is not None]
+    if names and dataset.input_dir is not None:
+        findings.problem(
+            f"{', '.join(names)} and Data.dataset.input_dir={dataset.input_dir} contradict: the "
+            "one names each part's data, the other is cut into parts; set one of them to null",
+            *names,
+            "Data.dataset.input_dir",
+        )
+    elif names and own["train"] is None:
+        findings.problem(
+            f"{', '.join(names)} without Data.dataset.train_data leave nothing to train on; give "
+            "train_data too, or input_dir in place of all",
+            *names,
+            "Data.dataset.train_data",
+        )
+    elif names and findings.given("Data.dataset.split"):
+        findings.notice(
+            "Data.dataset.split has no effect: with train_data each part is the whole of its own",
+            "Data.dataset.split",
+            *names,
         )
 
 

@@ -18,6 +18,7 @@ from fourfold.config.fields import (
     key,
     section,
 )
+from fourfold.config.recipe import parse_recipe
 
 Seed = Annotated[int, Number, Ge(0), Le(2**32 - 1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -152,7 +153,23 @@ class Dataset(Section):
     input_dir: str | list[str] | None = key(
         None,
         "Token files: a directory (every dataset in it is used), a dataset's path without its "
-        "suffix, or a list of such paths. Training needs it.",
+        "suffix, a list of such paths, or a mixture of weights and paths, '0.35 A 0.65 B' or the "
+        "same as a list. A weight is a share of the samples. Training needs this or train_data.",
+    )
+    train_data: str | list[str] | None = key(
+        None, "In place of input_dir: the training data, all of it; split does not apply."
+    )
+    valid_data: str | list[str] | None = key(
+        None, "The validation data when train_data is given; null is none."
+    )
+    test_data: str | list[str] | None = key(
+        None, "The test data when train_data is given; null is none."
+    )
+    blend_rounding: Literal["megatron_core", "megatron_deepspeed"] = key(
+        "megatron_core",
+        "How the samples of a mixture are rounded in the orders megatron and fleetx. "
+        "megatron_core mixes ceil(N w) of each source and opens half a percent more; "
+        "megatron_deepspeed mixes all it opens, ceil(N w 1.005).",
     )
     split: Annotated[str, BeforeValidator(_split_text)] = key(
         "949,50,1",
@@ -160,10 +177,12 @@ class Dataset(Section):
         "slash separated. Missing parts are 0.",
     )
     max_seq_len: Count = key(1024, "Tokens per sample.")
-    order: Literal["megatron", "fleetx"] = key(
+    order: Literal["megatron", "fleetx", "elastic"] = key(
         "megatron",
-        "Order of documents inside an epoch before samples are cut: megatron shuffles them, "
-        "fleetx keeps file order. Samples are shuffled in both.",
+        "Order of documents before samples are cut: megatron shuffles them over all epochs, "
+        "fleetx keeps file order, elastic shuffles each epoch by itself. Samples are shuffled in "
+        "all. Only with elastic may max_steps or a mixture change without repeating or missing "
+        "samples.",
     )
     eos_token_id: CountOrZero | None = key(
         None,
@@ -173,12 +192,32 @@ class Dataset(Section):
     eod_mask_loss: bool = key(
         True, "Leave out of the loss the positions whose input is the end-of-text token."
     )
+    reset_position_ids: bool = key(
+        False, "Count positions from 0 again after each end-of-text token of a sample."
+    )
+    reset_attention_mask: bool = key(
+        False,
+        "Keep the documents of a sample apart: a token attends to earlier tokens of its own "
+        "document only, up to and including its end-of-text token.",
+    )
     cache_dir: str | None = key(
         None,
         "Directory of the sample index caches. Null keeps them beside the data, or in the user's "
         "cache directory where that cannot be written.",
     )
+    allow_tokenizer_mismatch: bool = key(
+        False,
+        "Train although the data was made with another tokenizer than Global.tokenizer, than the "
+        "checkpoint's data, or than one that fits Model.vocab_size.",
+    )
     prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
+
+    @field_validator("input_dir", "train_data", "valid_data", "test_data")
+    @classmethod
+    def _check_recipe(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None:
+            parse_recipe(value)
+        return value
 
     @field_validator("split")
     @classmethod

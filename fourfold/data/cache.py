@@ -48,6 +48,11 @@ def places(data_dir: Path, cache_dir: str | Path | None) -> list[Path]:
     return [data_dir / DIRECTORY, user / "fourfold" / "data"]
 
 
+def location(places: Sequence[Path], key: str) -> Path | None:
+    """Where an entry is kept, if it is anywhere."""
+    return next((place / key for place in places if (place / key).is_dir()), None)
+
+
 def cached_arrays(
     places: Sequence[Path], key: str, expected: Expected, build: Callable[[], Arrays]
 ) -> Arrays:

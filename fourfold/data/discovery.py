@@ -24,13 +24,27 @@ EXPECTED = "expected <name>.bin + <name>.idx, <name>_ids.npy + <name>_idx.npz or
 def open_datasets(
     input_dir: str | Path | Sequence[str | Path],
 ) -> list[TokenDataset]:
-    """Open every dataset of a directory (sorted, not recursive), a prefix, a file, or a list."""
+    """Open every dataset of a directory (sorted, not recursive), a prefix, a file, or a list.
+
+    A string with blanks that names nothing by itself is a list of what its pieces name.
+    """
+    if isinstance(input_dir, str) and len(input_dir.split()) > 1 and not _exists(Path(input_dir)):
+        input_dir = input_dir.split()
+        if not any(_exists(Path(piece)) for piece in input_dir):
+            raise DataError(
+                f"{' '.join(input_dir)}: no such directory or dataset, nor are its pieces any; "
+                f"{EXPECTED}. A mixture alternates weights and paths, as in '0.35 A 0.65 B'"
+            )
     if isinstance(input_dir, (str, Path)):
         return _open_one(Path(input_dir))
     datasets = [dataset for path in input_dir for dataset in _open_one(Path(path))]
     if not datasets:
         raise DataError(f"no dataset was named; {EXPECTED}")
     return datasets
+
+
+def _exists(path: Path) -> bool:
+    return path.is_dir() or bool(_readers_of(path))
 
 
 def _open_one(path: Path) -> list[TokenDataset]:

@@ -9,6 +9,10 @@ the last of which is also the first of sample k+1. Documents are repeated for as
 the samples asked for need. If the last epoch would contribute less than 80 % of its samples, its
 documents and samples are shuffled apart from the earlier ones, so that it does not thin them out.
 
+The third order, elastic, is our own. Each epoch is cut and shuffled by itself, from random numbers
+of its own, so that what sample k holds does not depend on how many will be asked for. The tokens
+after an epoch's last whole sample (fewer than L, others each time) are left out of it.
+
 Letters: D documents of the part, T tokens of the part, L sequence length, E epochs, N samples.
 """
 
@@ -21,10 +25,13 @@ import numpy as np
 
 from fourfold.errors import DataError
 
-ORDERS = ("megatron", "fleetx")
+ORDERS = ("megatron", "fleetx", "elastic")
 # Positions and ids of documents are int32, in the originals' files as in ours.
 MAX_POSITIONS = 2**31 - 1
 BLOCK = 1 << 16
+# Indices of short epochs are kept together: as many as make about this many rows of an entry.
+ELASTIC_ROWS = 1 << 16
+ELASTIC_EPOCHS = 256
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,7 @@ def build_indices(
 def build_document_index(
     ranges: Sequence[tuple[int, int]], plan: Plan, rng: np.random.RandomState, shuffled: bool
 ) -> np.ndarray:
-    documents = np.concatenate([np.arange(first, last, dtype=np.int32) for first, last in ranges])
-    index = np.tile(documents, plan.epochs)  # (E D,)
+    index = _listed(ranges, plan.epochs)  # (E D,)
     if shuffled:
         first = plan.first_epochs * plan.documents
         rng.shuffle(index[:first])
@@ -103,7 +109,10 @@ def build_sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: Plan
         end = int(ends[-1])
         row, next_row = -(-begin // seq_len), min(-(-end // seq_len), rows)
         starts = np.arange(row, next_row, dtype=np.int64) * seq_len
-        position = np.searchsorted(ends, starts, side="right")
+        # Of the rows before a document's end, those not before its beginning lie in it.
+        rows_before_end = (ends + (seq_len - 1)) // seq_len
+        within = np.diff(rows_before_end, prepend=row)
+        position = np.repeat(np.arange(len(ends)), within)[: len(starts)]
         index[row:next_row, 0] = position + first
         index[row:next_row, 1] = starts - (ends[position] - lengths[position])
         begin = end
@@ -115,6 +124,76 @@ def build_shuffle_index(plan: Plan, rng: np.random.RandomState) -> np.ndarray:
     index = np.arange(plan.num_samples, dtype=shuffle_index_dtype(plan))  # (N,)
     rng.shuffle(index[: plan.first_samples])
     rng.shuffle(index[plan.first_samples :])
+    return index
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """How the epochs of a part in elastic order are laid out; no length of a run is in it."""
+
+    documents: int
+    tokens_per_epoch: int
+    seq_len: int
+    passes: int  # through the documents in an epoch: more than 1 only where all make no sample
+    samples_per_epoch: int
+    epochs_per_entry: int
+
+    @property
+    def samples_per_entry(self) -> int:
+        return self.samples_per_epoch * self.epochs_per_entry
+
+
+def plan_elastic(documents: int, tokens_per_epoch: int, seq_len: int) -> ElasticPlan:
+    if tokens_per_epoch == 0:
+        return ElasticPlan(documents, 0, seq_len, 0, 0, 1)
+    passes = -(-(seq_len + 1) // tokens_per_epoch)
+    if documents * passes > MAX_POSITIONS:
+        raise DataError(
+            f"a sample of {seq_len} tokens would repeat the {documents} documents "
+            f"({tokens_per_epoch} tokens) {passes} times, more than 2^31 documents in all; give "
+            "this part more data"
+        )
+    samples = (passes * tokens_per_epoch - 1) // seq_len
+    together = max(1, min(ELASTIC_EPOCHS, ELASTIC_ROWS // max(documents * passes, samples)))
+    return ElasticPlan(documents, tokens_per_epoch, seq_len, passes, samples, together)
+
+
+def build_elastic_indices(
+    ranges: Sequence[tuple[int, int]], sizes: np.ndarray, plan: ElasticPlan, seed: int, entry: int
+) -> dict[str, np.ndarray]:
+    """The three indices of one entry's epochs, each a function of the seed and its number."""
+    length, samples = plan.passes * plan.documents, plan.samples_per_epoch
+    rows = samples + 1
+    epochs = plan.epochs_per_entry
+    document_index = np.empty(epochs * length, np.int32)
+    sample_index = np.empty((epochs * rows, 2), sample_index_dtype(sizes))
+    shuffle_index = np.empty(epochs * samples, np.uint32 if epochs * rows < 2**32 else np.int64)
+    one_epoch = Plan(length, plan.tokens_per_epoch, plan.seq_len, plan.passes, samples, 0, 0)
+    for i in range(epochs):
+        rng = np.random.RandomState([seed, entry * epochs + i])
+        documents = document_index[i * length : (i + 1) * length]
+        documents[:] = _listed(ranges, plan.passes)
+        rng.shuffle(documents)
+        index = sample_index[i * rows : (i + 1) * rows]
+        index[:] = build_sample_index(sizes, documents, one_epoch)
+        index[:, 0] += i * length
+        order = shuffle_index[i * samples : (i + 1) * samples]
+        order[:] = np.arange(i * rows, i * rows + samples)
+        rng.shuffle(order)
+    return {
+        "document_index": document_index,
+        "sample_index": sample_index,
+        "shuffle_index": shuffle_index,
+    }
+
+
+def _listed(ranges: Sequence[tuple[int, int]], times: int) -> np.ndarray:
+    """The documents of the part in file order, that many times over."""
+    index = np.empty(times * sum(last - first for first, last in ranges), np.int32)
+    position = 0
+    for first, last in [*ranges] * times:
+        index[position : position + last - first] = np.arange(first, last, dtype=np.int32)
+        position += last - first
     return index
 
 

@@ -5,6 +5,9 @@ slice of G/R. So the global batch does not depend on the number of ranks, and re
 step alone. A batch beyond the last sample is an error, never a silent second pass: samples are
 opened for the length of the run.
 
+A sample is a stretch of tokens that may hold pieces of several documents. Inside it a document
+ends with its end-of-text token, and the token after that begins the next.
+
 Letters: G global batch, B this rank's part of it, T sequence length.
 """
 
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fourfold.data.mixture import Mixture
 from fourfold.data.samples import Samples
 from fourfold.errors import DataError
 
@@ -34,6 +38,7 @@ class Batch:
     position_ids: torch.Tensor  # (B, T) int64
     sample_ids: np.ndarray  # (B,) int64, positions in the samples
     global_valid_tokens: float  # ones in the masks of the whole global batch
+    document_ids: torch.Tensor | None = None  # (B, T) int32; None: attention crosses documents
 
 
 class Loader:
@@ -41,10 +46,12 @@ class Loader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Samples | Mixture,
         global_batch_size: int,
         eos_token_id: int | None = None,
         eod_mask_loss: bool = True,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         rank: int = 0,
         size: int = 1,
         prefetch: int = 2,
@@ -54,10 +61,20 @@ class Loader:
                 f"global_batch_size={global_batch_size} cannot be divided over {size} data ranks; "
                 f"choose a multiple of {size}"
             )
+        if eos_token_id is None and (reset_position_ids or reset_attention_mask):
+            asked = "reset_position_ids" if reset_position_ids else "reset_attention_mask"
+            raise DataError(
+                f"Data.dataset.{asked} needs the end-of-text token to tell where documents of "
+                f"{samples.name} end, and its id is not known; set Data.dataset.eos_token_id to "
+                f"the id the data was prepared with, or leave {asked} off"
+            )
         assert 0 <= rank < size and prefetch >= 0, (rank, size, prefetch)
         self.samples = samples
         self.global_batch_size = global_batch_size
+        self._eos_token_id = eos_token_id
         self._masked_token = eos_token_id if eod_mask_loss else None
+        self._reset_position_ids = reset_position_ids
+        self._reset_attention_mask = reset_attention_mask
         self._rank = rank
         self._local_batch_size = global_batch_size // size
         self._prefetch = prefetch
@@ -126,18 +143,38 @@ class Loader:
         for row, sample in zip(rows, own):
             samples.read(int(sample), row)
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each
+        ends = tokens == self._eos_token_id  # (B, T), nowhere if that is not known
         loss_mask = np.ones(tokens.shape, np.float32)
         valid = self.global_batch_size * length
         if self._masked_token is not None:
-            loss_mask[tokens == self._masked_token] = 0.0
+            loss_mask[ends] = 0.0
             others = np.concatenate([whole[:first], whole[first + len(own) :]])
             valid -= int(np.count_nonzero(loss_mask == 0.0))
             valid -= sum(samples.count_inputs(int(i), self._masked_token) for i in others)
+        positions, documents = torch.arange(length).repeat(len(own), 1), None  # (B, T)
+        if self._reset_position_ids:
+            positions = torch.from_numpy(positions_in_documents(ends))
+        if self._reset_attention_mask:
+            documents = torch.from_numpy(document_ids(ends))
         return Batch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(loss_mask),
-            position_ids=torch.arange(length).repeat(len(own), 1),  # (B, T)
+            position_ids=positions,
             sample_ids=own,
             global_valid_tokens=float(valid),
+            document_ids=documents,
         )
+
+
+def document_ids(ends: np.ndarray) -> np.ndarray:
+    """Documents numbered from 0 in each row, given the places (B, T) of the end-of-text tokens."""
+    return np.cumsum(ends, axis=1, dtype=np.int32) - ends
+
+
+def positions_in_documents(ends: np.ndarray) -> np.ndarray:
+    """Positions that start again at 0 after each end-of-text token."""
+    columns = np.arange(ends.shape[1])
+    first_columns = np.zeros(ends.shape, np.int64)  # of the document that begins there, else 0
+    first_columns[:, 1:] = np.where(ends[:, :-1], columns[1:], 0)
+    return columns - np.maximum.accumulate(first_columns, axis=1)

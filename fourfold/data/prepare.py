@@ -1,210 +1,360 @@
-"""Text to token files in Megatron's format.
+"""Raw text to token files.
 
-`prepare` streams documents through a tokenizer into `<prefix>.bin` (ids, nothing else) and
-`<prefix>.idx` (where each document lies), byte for byte what Megatron writes for the same ids, and
-describes them in `<prefix>.json`. Everything is written under temporary names and renamed when
-complete, the manifest last: files under their final names are finished.
+`prepare_files` cuts its inputs into parts, has workers tokenize them into a work directory
+(`<prefix>.parts`), and joins the finished parts in order: the result is the same bytes whatever
+the number of workers. A run that was killed leaves its finished parts there, and the same call
+goes on with them. Files under their final names are finished, the manifest being the last.
 
-Memory is bounded by one batch of text plus four bytes per document.
+`prepare` does the same, in memory's reach and without workers, for documents from anywhere.
+
+Each process holds a few megabytes of text and ids, or, if that is more, some ten times the longest
+document, whose length is limited (`max_document_bytes`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import struct
-from array import array
-from collections.abc import Iterable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from fourfold import __version__
-from fourfold.data.dataset import read_manifest
-from fourfold.errors import DataError
+from fourfold.data.files import check_output
+from fourfold.data.inputs import WORK_SUFFIX, InputFile, describe_input
+from fourfold.data.parts import FinishedPart, Part, PartReport, TokenRule, TokenWriter, read_report
+from fourfold.data.pieces import write_pieces
+from fourfold.data.provenance import (
+    InputHashes,
+    Plan,
+    Tally,
+    describe,
+    finished_manifest,
+    tokenizer_entry,
+)
+from fourfold.data.text import MAX_DOCUMENT_BYTES, Bad, ChunkReader, TextRule, num_chunks
+from fourfold.data.workers import Job, make_parts
+from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_FORMAT_VERSION = 1
-_MANIFEST_VERSION = 1
-_DTYPE_CODES = {"int32": 4, "uint16": 8}
+# Small enough to share out evenly and to lose little when killed, and not too many.
+SMALLEST_CHUNK_BYTES = 8 << 20
+MOST_CHUNKS = 4096
+FILES_PER_PART = 256
 
-# Enough text to keep every processor busy, little enough to hold several times over.
-_BATCH_CHARACTERS = 4_000_000
-_BATCH_DOCUMENTS = 4096
-_INDEX_CHUNK = 1_000_000
+
+@dataclass(frozen=True)
+class Settings:
+    """What to prepare, and how. `tokenizer` is a place `Tokenizer.load` knows."""
+
+    tokenizer: str
+    format: str = "megatron"
+    append_eod: bool = True
+    json_key: str = "text"
+    document_separator: str = "blank-line"
+    min_length: int = 0
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    workers: int = 1
+    max_bad_lines: int = 100
+    overwrite: bool = False
+    chunk_bytes: int | None = None  # chosen by the size of the input
+
+    def text_rule(self) -> TextRule:
+        return TextRule(self.json_key, self.document_separator, self.max_document_bytes)
+
+    def token_rule(self, vocab_size: int) -> TokenRule:
+        fleetx = self.format == "fleetx"
+        return TokenRule(
+            token_dtype(vocab_size, self.format).str,
+            self.append_eod,
+            self.min_length,
+            strip=fleetx,
+            keep_empty=not fleetx,
+        )
+
+
+@dataclass
+class Progress:
+    """How far a run is; documents, tokens and text are those of this run, not of resumed parts."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    source_bytes: int = 0
+    source_total: int = 0
+    resumed_bytes: int = 0
+    phase: str = "tokenizing"
+
+
+def dataset_prefix(output_prefix: str | Path, form: str, json_key: str) -> Path:
+    """Where the dataset goes: Megatron appends the key and the level to the prefix it is given."""
+    if form == "megatron":
+        return Path(f"{output_prefix}_{json_key}_document")
+    return Path(output_prefix)
+
+
+def token_dtype(vocab_size: int, form: str = "megatron") -> np.dtype[Any]:
+    """The type the original tools store ids of such a vocabulary in."""
+    limit = 65500 if form == "megatron" else 65535
+    return np.dtype("<u2") if vocab_size < limit else np.dtype("<i4")
 
 
 def prepare(
     documents: Iterable[str], prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
 ) -> dict[str, Any]:
-    """Write `<prefix>.bin`, `.idx` and `.json`; returns the manifest (the `.json`).
+    """Write `<prefix>.bin`, `.idx` and `.json` from `documents`; returns the manifest.
 
     With `append_eod` each document ends with the tokenizer's end-of-text id. Documents without
-    any token are left out, as Megatron and FleetX do.
+    any token have no sequence, and an entry in the document index, as in Megatron.
     """
-    prefix = str(prefix)
-    _refuse_foreign_manifest(prefix)
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    dtype = token_dtype(tokenizer.vocab_size)
-    ending = [tokenizer.eos_id] if append_eod else []
-    lengths = array("i")
-    with ExitStack() as stack:
-        tokens_file = stack.enter_context(_HashedFile(f"{prefix}.bin"))
-        for batch in _batches(documents):
-            encoded = [ids + ending for ids in tokenizer.encode_batch(batch) if ids]
-            lengths.extend(map(len, encoded))
-            for ids in encoded:
-                tokens_file.write(np.array(ids, dtype=dtype).tobytes())
-        if not lengths:
+    prefix = Path(prefix)
+    check_output(prefix, "megatron", overwrite=True)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    rule = TokenRule(token_dtype(tokenizer.vocab_size).str, append_eod)
+    report = PartReport()
+    with tempfile.TemporaryDirectory(prefix=f".{prefix.name}.", dir=prefix.parent) as work:
+        stem = Path(work, "part")
+        with (
+            stem.with_suffix(".bin").open("wb") as ids,
+            stem.with_suffix(".len").open("wb") as len_,
+        ):
+            TokenWriter(ids, len_, tokenizer, rule, report).write(documents)
+        if not report.documents:
             raise DataError(f"{prefix}: no document with any text was given; nothing to prepare")
-        index_file = stack.enter_context(_HashedFile(f"{prefix}.idx"))
-        _write_index(index_file, lengths, dtype)
-        manifest = {
-            "version": _MANIFEST_VERSION,
-            "fourfold": __version__,
-            "tokenizer": {
-                "identity": tokenizer.identity,
-                "vocab_size": tokenizer.vocab_size,
-                "eos_id": tokenizer.eos_id,
-            },
-            "append_eod": append_eod,
-            "documents": len(lengths),
-            "tokens": int(np.frombuffer(lengths, np.int32).sum(dtype=np.int64)),
-            "dtype": dtype.name,
-            "sha256": {"bin": tokens_file.hexdigest(), "idx": index_file.hexdigest()},
+        piece = FinishedPart(stem, report, np.dtype(rule.dtype))
+        description = describe(tokenizer_entry(tokenizer, None), append_eod) | {
+            "empty_documents": report.empty
         }
-        manifest_file = stack.enter_context(_HashedFile(f"{prefix}.json"))
-        manifest_file.write(json.dumps(manifest, indent=2).encode() + b"\n")
-        _commit(tokens_file, index_file, manifest_file)
-    return manifest
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type Megatron stores ids of such a vocabulary in."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+        dtype = np.dtype(rule.dtype)
+        return write_pieces(prefix, "megatron", dtype, [piece], description, _ignore)
 
 
 def read_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
     """The string under `key` of each line; blank lines are passed over."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
-            if line.strip():
-                yield _text_of(line, key, f"{path}:{number}")
+    return read_texts([describe_input(Path(path), "json")], TextRule(json_key=key))
 
 
-def _text_of(line: bytes, key: str, place: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{place}: not a line of JSON in UTF-8 ({error}); mend or remove the line"
-        ) from error
-    if not isinstance(record, dict):
-        raise DataError(
-            f'{place}: of type {type(record).__name__}, not an object like {{"{key}": ...}}'
-        )
-    if key not in record:
-        found = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(
-            f"{place}: no key {key!r} (keys: {found}); name the key that holds the text"
-        )
-    if not isinstance(record[key], str):
-        raise DataError(f"{place}: {key!r} is of type {type(record[key]).__name__}, not a string")
-    return record[key]
+def read_texts(files: Iterable[InputFile], rule: TextRule, max_bad_lines: int = 0) -> Iterator[str]:
+    """The documents of all files in order; `DataError` at a bad line beyond the limit."""
+    reader = ChunkReader(rule)
+    num_bad = 0
+    for file in files:
+        line = 0
+        for chunk in range(num_chunks(file, rule, file.num_bytes + 1) or 1):
+            whole_file = file.num_bytes + 1 if file.kind == "parquet" else None
+            for document in reader.documents(file, chunk, whole_file):
+                if not isinstance(document, Bad):
+                    yield document
+                    continue
+                num_bad += 1
+                if num_bad > max_bad_lines:
+                    place = f"{file.path}:{line + document.line}"
+                    raise DataError(f"{place}: {document.reason}; mend or remove the line")
+            line += reader.num_lines
+    reader.close()
 
 
-def _refuse_foreign_manifest(prefix: str) -> None:
-    """Text named `x.json`, prepared as `x`, must not be replaced by its own manifest."""
-    manifest = Path(f"{prefix}.json")
-    if manifest.exists() and read_manifest(Path(f"{prefix}.bin")) is None:
-        raise DataError(
-            f"{manifest}: exists and is not a manifest of prepared data, but the manifest of "
-            f"{prefix} would replace it; choose another prefix"
-        )
+def prepare_files(
+    files: list[InputFile],
+    output_prefix: str | Path,
+    settings: Settings,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Prepare the documents of `files` (see `find_inputs`) in their order; the manifest."""
+    _check_settings(settings)
+    prefix = dataset_prefix(output_prefix, settings.format, settings.json_key)
+    tokenizer = Tokenizer.load(settings.tokenizer)
+    plan = Plan.of(files, settings, tokenizer.identity, _chunk_bytes(files, settings))
+    manifest = finished_manifest(prefix, plan)
+    work = Path(f"{prefix}{WORK_SUFFIX}")
+    if manifest is not None and not settings.overwrite:
+        shutil.rmtree(work, ignore_errors=True)
+        return manifest
+    check_output(prefix, settings.format, settings.overwrite)
+    work.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(plan.locked(work))
+        parts = plan.begin_or_resume(work, settings.overwrite)
+        hashes = stack.enter_context(InputHashes(files))
+        run = _Run(files, settings, plan, parts, tokenizer, progress)
+        run.make_parts()
+        manifest = run.write(prefix, hashes)
+        shutil.rmtree(work)
+    return manifest
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+class _Run:
+    """One call of `prepare_files`, from the plan on."""
 
-
-def _write_index(file: _HashedFile, lengths: array[int], dtype: np.dtype[Any]) -> None:
-    """Header, tokens per document, byte offset of each, and documents as runs of one sequence."""
-    count = len(lengths)
-    file.write(_MAGIC)
-    file.write(struct.pack("<QBQQ", _FORMAT_VERSION, _DTYPE_CODES[dtype.name], count, count + 1))
-    sizes = np.frombuffer(lengths, dtype=np.int32)
-    file.write(sizes.astype("<i4").tobytes())
-    offset = 0
-    for start in range(0, count, _INDEX_CHUNK):
-        ends = offset + np.cumsum(sizes[start : start + _INDEX_CHUNK], dtype="<i8") * dtype.itemsize
-        file.write(np.concatenate(([offset], ends[:-1])).astype("<i8").tobytes())
-        offset = int(ends[-1])
-    for start in range(0, count + 1, _INDEX_CHUNK):
-        file.write(np.arange(start, min(start + _INDEX_CHUNK, count + 1), dtype="<i8").tobytes())
-
-
-class _HashedFile:
-    """A file under a temporary name, hashed as it is written; gone unless committed."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self._unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        self._hash = hashlib.sha256()
-
-    def __enter__(self) -> _HashedFile:
-        self._file = self._unfinished.open("wb")
-        return self
-
-    def __exit__(
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        files: list[InputFile],
+        settings: Settings,
+        plan: Plan,
+        directory: Path,
+        tokenizer: Tokenizer,
+        progress: Callable[[Progress], None],
     ) -> None:
-        self._file.close()
-        self._unfinished.unlink(missing_ok=True)
+        self.files = files
+        self.settings = settings
+        self.plan = plan
+        self.directory = directory
+        self.tokenizer = tokenizer
+        self.rule = settings.token_rule(tokenizer.vocab_size)
+        self.tally = Tally(files, settings.max_bad_lines)
+        self._show = progress
+        self._progress = Progress(source_total=sum(file.num_bytes for file in files))
+        self._read_of = [0] * len(files)
+        self._order: list[Part] = []
+        self._reports: dict[str, PartReport] = {}
+        self._counted = 0
+        self._ended: set[int] = set()
 
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+    def make_parts(self) -> None:
+        job = Job(
+            self.directory,
+            tuple(self.files),
+            self.settings.text_rule(),
+            self.rule,
+            self.settings.tokenizer,
+            self.tokenizer.identity,
+        )
+        if self.settings.workers == 1:
+            maker = job.maker()
+            for part in self._unfinished_parts():
+                self._finish(part, maker.make(part), resumed=False)
+            maker.close()
+        else:
+            made = make_parts(job, self._unfinished_parts(), self.settings.workers, self._tick)
+            for part, report in made:
+                self._finish(part, report, resumed=False)
+        assert self._counted == len(self._order)
 
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+    def write(self, prefix: Path, hashes: InputHashes) -> dict[str, Any]:
+        """Join the parts under the dataset's name."""
+        if not self.tally.documents:
+            raise DataError(
+                f"{prefix}: the input holds no document with any text; nothing to prepare"
+                + (f"\n{self.tally.summary()}" if self.tally.num_bad else "")
+            )
+        self._progress.phase = "hashing the input"
+        self._tick()
+        inputs = hashes.wait()
+        self._progress.phase = "writing"
+        self._tick()
+        dtype = np.dtype(self.rule.dtype)
+        pieces = [
+            FinishedPart(self.directory / part.name, self._reports[part.name], dtype)
+            for part in self._order
+            if part.name in self._reports
+        ]
+        entry = tokenizer_entry(self.tokenizer, self.settings.tokenizer)
+        description = describe(entry, self.settings.append_eod) | {
+            "flags": self.plan.flags,
+            "inputs": inputs,
+            **self.tally.entries(),
+            "plan": self.plan.identity,
+        }
+        return write_pieces(prefix, self.settings.format, dtype, pieces, description, _ignore)
 
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def _unfinished_parts(self) -> Iterator[Part]:
+        """Parts in order; those an earlier run finished are taken over on the way."""
+        for part in plan_parts(
+            self.files, self.settings.text_rule(), self.plan.chunk_bytes, self._ended
+        ):
+            self._order.append(part)
+            report = read_report(self.directory / part.name, np.dtype(self.rule.dtype).itemsize)
+            if report is None:
+                yield part
+            else:
+                self._finish(part, report, resumed=True)
 
-    def rename(self) -> None:
-        self._unfinished.replace(self.path)
+    def _finish(self, part: Part, report: PartReport, resumed: bool) -> None:
+        self._reports[part.name] = report
+        self._ended |= {chunk.file for chunk in report.chunks if chunk.ended}
+        for chunk in report.chunks:
+            done = max(self._read_of[chunk.file], chunk.source_bytes)
+            new = done - self._read_of[chunk.file]
+            self._read_of[chunk.file] = done
+            self._progress.source_bytes += new
+            self._progress.resumed_bytes += new if resumed else 0
+        if not resumed:
+            self._progress.documents += report.documents
+            self._progress.tokens += report.tokens
+            self._progress.text_bytes += report.text_bytes
+        self._tick()
+        self._count_in_order()
+
+    def _count_in_order(self) -> None:
+        """Bad lines are counted in the order of the input, so that every run stops at the same."""
+        while self._counted < len(self._order):
+            name = self._order[self._counted].name
+            if name not in self._reports:
+                return
+            self._counted += 1
+            if not self.tally.add(self._reports[name]):
+                del self._reports[name]  # beyond the end of its file
+
+    def _tick(self) -> None:
+        self._show(self._progress)
 
 
-def _commit(tokens: _HashedFile, index: _HashedFile, manifest: _HashedFile) -> None:
-    for file in (tokens, index, manifest):
-        file.sync()
-    # Old files of this name go first, the reader's entry points before what they point to: a
-    # crash in between leaves a data set that is missing, never one that mixes old and new.
-    for file in (manifest, index):
-        file.path.unlink(missing_ok=True)
-    for file in (tokens, index, manifest):
-        file.rename()
+def plan_parts(
+    files: list[InputFile], rule: TextRule, chunk_bytes: int, ended: set[int]
+) -> Iterator[Part]:
+    """The parts of the input in order.
+
+    A file whose number of chunks nobody knows gets one after the other until it is in `ended`;
+    parts asked for too early lie beyond its end and turn out empty.
+    """
+    together: list[tuple[int, int]] = []
+    num_bytes = 0
+    for number, file in enumerate(files):
+        count = num_chunks(file, rule, chunk_bytes)
+        if count == 1:
+            together.append((number, 0))
+            num_bytes += file.num_bytes * (8 if file.compression else 1)
+        if together and (count != 1 or num_bytes >= chunk_bytes or len(together) == FILES_PER_PART):
+            yield Part(tuple(together), None)
+            together, num_bytes = [], 0
+        if count is None:
+            chunk = 0
+            while number not in ended:
+                yield Part(((number, chunk),), chunk_bytes)
+                chunk += 1
+        elif count > 1:
+            yield from (Part(((number, chunk),), chunk_bytes) for chunk in range(count))
+    if together:
+        yield Part(tuple(together), None)
+
+
+def _chunk_bytes(files: list[InputFile], settings: Settings) -> int:
+    if settings.chunk_bytes is not None:
+        return settings.chunk_bytes
+    total = sum(file.num_bytes * (4 if file.compression else 1) for file in files)
+    return max(SMALLEST_CHUNK_BYTES, -(-total // MOST_CHUNKS))
+
+
+def _check_settings(settings: Settings) -> None:
+    for name, smallest in (("workers", 1), ("min_length", 0), ("max_document_bytes", 1)):
+        if getattr(settings, name) < smallest:
+            option = "--" + name.replace("_bytes", "_mb").replace("_", "-")
+            raise UserError(f"{option} {getattr(settings, name)}: choose {smallest} or more")
+    if settings.format not in ("megatron", "fleetx"):
+        raise UserError(f"--format {settings.format}: choose megatron or fleetx")
+    if settings.document_separator not in ("blank-line", "file"):
+        raise UserError(
+            f"--document-separator {settings.document_separator}: choose blank-line or file"
+        )
+    if os.sep in settings.json_key or not settings.json_key:
+        raise UserError(
+            f"--json-key {settings.json_key!r}: becomes part of a file name; rename the key"
+        )
+
+
+def _ignore(*_: int) -> None:
+    """Joining is quick; its progress is not shown."""

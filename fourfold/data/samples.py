@@ -1,20 +1,22 @@
 """One part (train, valid or test) of the data as numbered samples of seq_len + 1 tokens.
 
 With several datasets the split is applied to each, and the documents of the part follow each
-other in the order of the datasets. Which tokens sample i holds depends on the content, the split,
-the part, seq_len, num_samples, the seed and the order, all of which are in `fingerprint`, and on
-nothing else.
+other in the order of the datasets. Which tokens sample i holds depends on what `fingerprint`
+covers, and on nothing else: the content, the split, the part, seq_len, the seed and the order.
 
-`num_samples` decides the number of epochs, and with it the whole order: opening the same data for
-more samples may reshuffle all of them (as in Megatron). `len` is what those epochs hold, at least
-`num_samples`, or 0 if the part has no tokens.
+In the orders megatron and fleetx `num_samples` decides the number of epochs, and with it the whole
+order: opening the same data for more samples may reshuffle all of them, as in the originals. In
+the order elastic it decides nothing: sample i is the same however many are asked for. `len` is
+what the epochs hold, at least `num_samples`, or 0 if the part has no tokens.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +24,9 @@ from fourfold.data import cache
 from fourfold.data.dataset import TokenDataset, blocks
 from fourfold.data.indices import (
     ORDERS,
-    Plan,
+    build_elastic_indices,
     build_indices,
+    plan_elastic,
     plan_indices,
     sample_index_dtype,
     shuffle_index_dtype,
@@ -32,26 +35,117 @@ from fourfold.data.split import PARTS, document_ranges
 from fourfold.errors import DataError
 
 
+@dataclass(frozen=True)
+class Stream:
+    """The samples of one part in one order, without end: what decides them, and its counts."""
+
+    inputs: dict[str, Any]
+    part: str
+    ranges: list[tuple[int, int]]
+    tokens_per_epoch: int
+    seq_len: int
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        sources: Sequence[TokenDataset],
+        split: str | Sequence[float],
+        part: str,
+        seq_len: int,
+        seed: int,
+        order: str,
+    ) -> Stream:
+        _check_arguments(sources, part, seq_len, seed, order)
+        ranges, tokens_per_epoch = part_documents(sources, split, part)
+        inputs = {
+            "content": [source.fingerprint for source in sources],
+            "documents": ranges,
+            "seq_len": seq_len,
+            "seed": seed,
+            "order": order,
+        }
+        return cls(inputs, part, ranges, tokens_per_epoch, seq_len, seed)
+
+    @property
+    def documents(self) -> int:
+        return sum(last - first for first, last in self.ranges)
+
+    @property
+    def identity(self) -> str:
+        return cache.key_of({**self.inputs, "what": "stream of samples"})
+
+
+class Entries:
+    """The cached indices a part's samples are read through: `per_entry` samples in each."""
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        keys: Sequence[str],
+        per_entry: int,
+        expected: cache.Expected,
+        build: Callable[[int], cache.Arrays],
+    ) -> None:
+        self._places = places
+        self._keys = keys
+        self._per_entry = per_entry
+        self._expected = expected
+        self._build = build
+        self._opened: dict[int, cache.Arrays] = {}
+
+    def prepare(self, first_sample: int, last_sample: int) -> None:
+        """Open, building where necessary, all that samples first..last-1 need."""
+        for entry in range(first_sample // self._per_entry, -(-last_sample // self._per_entry)):
+            self._open(entry)
+
+    def of(self, sample: int) -> tuple[cache.Arrays, int]:
+        """The indices of the entry that holds a sample, and its place there."""
+        entry, place = divmod(sample, self._per_entry)
+        return self._opened.get(entry) or self._open(entry), place
+
+    def key(self, sample: int) -> str:
+        return self._keys[sample // self._per_entry]
+
+    def _open(self, entry: int) -> cache.Arrays:
+        arrays = cache.cached_arrays(
+            self._places, self._keys[entry], self._expected, lambda: self._build(entry)
+        )
+        self._opened[entry] = arrays
+        return arrays
+
+    def locations(self) -> list[Path]:
+        """Where the entries opened so far are kept; without those that could not be."""
+        found = [cache.location(self._places, self._keys[entry]) for entry in sorted(self._opened)]
+        return [place for place in found if place is not None]
+
+
 class Samples:
-    """Random access to the samples of one part; `Samples.open` builds or finds the indices."""
+    """Random access to the samples of one part; `Samples.open` builds or finds the indices.
+
+    `identity` names the endless stream of samples; `fingerprint` also covers how many of them
+    were asked for where, as in the originals' orders, that changes them all.
+    """
 
     def __init__(
         self,
         sources: Sequence[TokenDataset],
-        plan: Plan,
-        indices: cache.Arrays,
+        stream: Stream,
+        num_samples: int,
+        epochs: int,
         fingerprint: str,
-        name: str,
+        entries: Entries,
     ) -> None:
         self.sources = list(sources)
-        self.seq_len = plan.seq_len
-        self.epochs = plan.epochs
-        self.tokens_per_epoch = plan.tokens_per_epoch
-        self.num_documents = plan.documents
+        self.seq_len = stream.seq_len
+        self.epochs = epochs
+        self.tokens_per_epoch = stream.tokens_per_epoch
+        self.num_documents = stream.documents
+        self.identity = stream.identity
         self.fingerprint = fingerprint
-        self.name = name
-        self._num_samples = plan.num_samples
-        self._indices = indices
+        self.name = f"{stream.part} part of {sources[0].path.parent}"
+        self._num_samples = num_samples
+        self._entries = entries
         self._first_documents = first_documents(sources)
 
     @classmethod
@@ -65,36 +159,83 @@ class Samples:
         seed: int,
         order: str = "megatron",
         cache_dir: str | Path | None = None,
+        first_sample: int = 0,
     ) -> Samples:
-        """Open a part, building its indices unless they are in the cache."""
-        _check_arguments(sources, part, seq_len, num_samples, seed, order)
-        ranges, tokens_per_epoch = part_documents(sources, split, part)
-        documents = sum(last - first for first, last in ranges)
-        plan = plan_indices(documents, tokens_per_epoch, seq_len, num_samples)
+        """Open a part, building its indices unless they are in the cache.
+
+        In elastic order only what is needed from `first_sample` on is built ahead.
+        """
+        if num_samples < 0:
+            raise DataError(f"num_samples={num_samples} must not be negative")
+        stream = Stream.of(sources, split, part, seq_len, seed, order)
+        places = cache.places(sources[0].path.parent, cache_dir)
+        if order == "elastic":
+            return cls._open_elastic(sources, stream, num_samples, places, first_sample)
+        plan = plan_indices(stream.documents, stream.tokens_per_epoch, seq_len, num_samples)
         fingerprint = cache.key_of(
-            {
-                "what": "sample indices",
-                "content": [source.fingerprint for source in sources],
-                "documents": ranges,
-                "seq_len": seq_len,
-                "num_samples": num_samples,
-                "seed": seed,
-                "order": order,
-            }
+            {**stream.inputs, "what": "sample indices", "num_samples": num_samples}
         )
         sizes = all_sizes(sources)
-        indices: cache.Arrays = {}
-        if plan.num_samples > 0:
-            indices = cache.cached_arrays(
-                cache.places(sources[0].path.parent, cache_dir),
-                fingerprint,
-                _expected(plan, sizes),
-                lambda: build_indices(ranges, sizes, plan, seed, order),
-            )
-        return cls(sources, plan, indices, fingerprint, f"{part} part of {sources[0].path.parent}")
+        entries = Entries(
+            places,
+            [fingerprint],
+            max(plan.num_samples, 1),
+            {
+                "document_index": ((plan.epochs * plan.documents,), np.dtype(np.int32)),
+                "sample_index": ((plan.num_samples + 1, 2), sample_index_dtype(sizes)),
+                "shuffle_index": ((plan.num_samples,), shuffle_index_dtype(plan)),
+            },
+            lambda _: build_indices(stream.ranges, sizes, plan, seed, order),
+        )
+        entries.prepare(0, plan.num_samples)
+        return cls(sources, stream, plan.num_samples, plan.epochs, fingerprint, entries)
+
+    @classmethod
+    def _open_elastic(
+        cls,
+        sources: Sequence[TokenDataset],
+        stream: Stream,
+        num_samples: int,
+        places: Sequence[Path],
+        first_sample: int,
+    ) -> Samples:
+        plan = plan_elastic(stream.documents, stream.tokens_per_epoch, stream.seq_len)
+        epochs = max(-(-num_samples // plan.samples_per_epoch), 1) if plan.samples_per_epoch else 0
+        together, sizes = plan.epochs_per_entry, all_sizes(sources)
+        rows = plan.samples_per_epoch + 1
+        entries = Entries(
+            places,
+            [
+                cache.key_of(
+                    {**stream.inputs, "what": "elastic indices", "epochs": together, "entry": entry}
+                )
+                for entry in range(-(-epochs // together))
+            ],
+            max(plan.samples_per_entry, 1),
+            {
+                "document_index": (
+                    (together * plan.passes * plan.documents,),
+                    np.dtype(np.int32),
+                ),
+                "sample_index": ((together * rows, 2), sample_index_dtype(sizes)),
+                "shuffle_index": (
+                    (plan.samples_per_entry,),
+                    np.dtype(np.uint32 if together * rows < 2**32 else np.int64),
+                ),
+            },
+            lambda entry: build_elastic_indices(stream.ranges, sizes, plan, stream.seed, entry),
+        )
+        length = epochs * plan.samples_per_epoch
+        entries.prepare(first_sample, min(num_samples, length))
+        return cls(sources, stream, length, epochs * plan.passes, stream.identity, entries)
 
     def __len__(self) -> int:
         return self._num_samples
+
+    @property
+    def places(self) -> list[Path]:
+        """The directories its indices are kept in."""
+        return self._entries.locations()
 
     def __getitem__(self, i: int) -> np.ndarray:
         """Sample i: seq_len + 1 token ids, int64."""
@@ -118,10 +259,10 @@ class Samples:
         """Views of the tokens of sample i, one per document it touches."""
         if not 0 <= i < self._num_samples:
             raise IndexError(f"sample {i} of {self._num_samples}")
-        document_index = self._indices["document_index"]
-        sample_index = self._indices["sample_index"]
-        row = int(self._indices["shuffle_index"][i])
-        if row >= self._num_samples:
+        indices, place = self._entries.of(i)
+        document_index, sample_index = indices["document_index"], indices["sample_index"]
+        row = int(indices["shuffle_index"][place])
+        if row >= len(sample_index) - 1:
             raise self._damaged(i)
         (first, start), (last, end) = sample_index[row : row + 2].tolist()
         if not 0 <= first <= last < len(document_index):
@@ -150,8 +291,8 @@ class Samples:
 
     def _damaged(self, i: int) -> DataError:
         return DataError(
-            f"{self.name}: sample {i} does not follow from the cached index {self.fingerprint}; "
-            "the cache is damaged, delete that directory and start again"
+            f"{self.name}: sample {i} does not follow from the cached index "
+            f"{self._entries.key(i)}; the cache is damaged, delete that directory and start again"
         )
 
 
@@ -179,22 +320,8 @@ def all_sizes(sources: Sequence[TokenDataset]) -> np.ndarray:
     return np.concatenate([source.sizes for source in sources])
 
 
-def _expected(plan: Plan, sizes: np.ndarray) -> cache.Expected:
-    """Shape and dtype of the indices: what a cache entry must hold."""
-    return {
-        "document_index": ((plan.epochs * plan.documents,), np.dtype(np.int32)),
-        "sample_index": ((plan.num_samples + 1, 2), sample_index_dtype(sizes)),
-        "shuffle_index": ((plan.num_samples,), shuffle_index_dtype(plan)),
-    }
-
-
 def _check_arguments(
-    sources: Sequence[TokenDataset],
-    part: str,
-    seq_len: int,
-    num_samples: int,
-    seed: int,
-    order: str,
+    sources: Sequence[TokenDataset], part: str, seq_len: int, seed: int, order: str
 ) -> None:
     if not sources:
         raise DataError("no dataset to take samples from")
@@ -204,7 +331,5 @@ def _check_arguments(
         raise DataError(f"order={order!r} is not one of {', '.join(ORDERS)}")
     if seq_len < 1:
         raise DataError(f"seq_len={seq_len} must be at least 1")
-    if num_samples < 0:
-        raise DataError(f"num_samples={num_samples} must not be negative")
     if not 0 <= seed < 2**32:
         raise DataError(f"seed={seed} must be between 0 and 2^32 - 1")

@@ -1,12 +1,14 @@
-"""What a run reads: the datasets behind `Data.dataset`, and a loader for each split."""
+"""What a run reads: the data behind `Data.dataset`, and a loader for each part."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fourfold.config import Config
-from fourfold.data import Loader, Samples, TokenDataset, open_datasets
-from fourfold.errors import ConfigError
+from fourfold.data import Loader, Mixture, Samples, TokenDataset
+from fourfold.data.agreement import check_checkpoint_tokenizer, made, tokenizer_of
+from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
 from fourfold.mesh import Layout
 
 GPT2_EOS = 50256
@@ -14,12 +16,16 @@ GPT2_EOS = 50256
 
 @dataclass
 class Feeds:
-    """Loaders for train, valid and test, and what they stand on."""
+    """Samples and loaders of the parts that have data, and what they stand on."""
 
+    config: Config
+    data_ranks: tuple[int, int]  # this process, of how many
+    parts: dict[str, Part]
     sources: list[TokenDataset]
-    samples: dict[str, Samples]
+    samples: dict[str, Samples | Mixture]
     loaders: dict[str, Loader]
     eos_token_id: int | None
+    notices: list[str]
 
     @property
     def train_fingerprint(self) -> str:
@@ -29,61 +35,111 @@ class Feeds:
         for loader in self.loaders.values():
             loader.close()
 
+    # -- a checkpoint's share ---------------------------------------------------------------
 
-def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
-    """Open and check the data, and size each split for the whole run as the originals do."""
-    dataset, engine = config.Data.dataset, config.Engine
-    if dataset.input_dir is None:
-        raise ConfigError(
-            [
-                "Data.dataset.input_dir is not set, so there is nothing to train on; name a "
-                "directory that holds token files, e.g. -o Data.dataset.input_dir=./data"
-            ]
+    def state(self, consumed: int) -> dict[str, Any]:
+        """What a checkpoint after `consumed` training samples keeps about the data."""
+        train = self.samples["train"]
+        return {
+            "data_fingerprint": train.fingerprint,
+            "tokenizer": tokenizer_of(self.sources),
+            "masks": self._masks(),
+            "mixture": train.state(consumed) if isinstance(train, Mixture) else None,
+        }
+
+    def _masks(self) -> dict[str, Any]:
+        """What decides which tokens are learnt from and attended to."""
+        dataset = self.config.Data.dataset
+        return {
+            "eos_token_id": self.eos_token_id,
+            "eod_mask_loss": dataset.eod_mask_loss,
+            "reset_position_ids": dataset.reset_position_ids,
+            "reset_attention_mask": dataset.reset_attention_mask,
+        }
+
+    def restore(self, state: dict[str, Any], consumed: int, checkpoint: str) -> list[str]:
+        """Go on after a checkpoint with such a state; returns what the user should know."""
+        dataset = self.config.Data.dataset
+        notices = check_checkpoint_tokenizer(
+            state.get("tokenizer"), self.sources, checkpoint, dataset.allow_tokenizer_mismatch
         )
-    sources = open_datasets(dataset.input_dir)
-    for source in sources:
-        source.check_ids(config.Model.vocab_size, dataset.cache_dir)
-    global_batch = config.Data.batch_size.global_batch_size
-    evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 0
-    wanted = {
-        "train": global_batch * engine.max_steps,
-        "valid": global_batch * evaluations * engine.eval_iters,
-        "test": global_batch * engine.test_iters,
-    }
-    eos_token_id = dataset.eos_token_id
-    if eos_token_id is None:
-        eos_token_id = _eos_of(sources, config.Model.vocab_size)
-    samples = {
-        part: Samples.open(
-            sources,
-            split=dataset.split,
-            part=part,
-            seq_len=dataset.max_seq_len,
-            num_samples=count,
-            seed=config.Global.seed,
-            order=dataset.order,
-            cache_dir=dataset.cache_dir,
-        )
-        for part, count in wanted.items()
-    }
-    loaders = {
-        part: Loader(
-            samples[part],
-            global_batch,
-            eos_token_id=eos_token_id,
+        masks = self._masks()
+        notices += [
+            f"Data.dataset.{key} was {saved} in the saved run and is {masks[key]} now: the run "
+            "learns something else from here on"
+            for key, saved in state.get("masks", {}).items()
+            if saved != masks.get(key)
+        ]
+        train = self.samples["train"]
+        if dataset.order == "elastic" and isinstance(train, Mixture):
+            return notices + self._go_on(train, state, consumed)
+        if state["data_fingerprint"] != train.fingerprint:
+            notices.append(
+                "the training data, its split, its order, its weights or its length is not the "
+                "saved run's: samples seen before may come again and others be missed. "
+                "Data.dataset.order=elastic from the start of a run allows a change of weights "
+                "or length"
+            )
+        return notices
+
+    def _go_on(self, train: Mixture, state: dict[str, Any], consumed: int) -> list[str]:
+        saved = state.get("mixture") or {"start": 0, "served_before": {}, "sources": []}
+        progress, notices = train.progress_after(saved, consumed)
+        known = {entry["identity"] for entry in saved["sources"]} | set(saved["served_before"])
+        if not known & {member.identity for member in train.members}:
+            notices.append(
+                "none of the training data, with this seed, split, order and sequence length, is "
+                "the saved run's: every source begins at its first sample"
+            )
+        if progress != train.progress:
+            self.loaders["train"].close()
+            self.samples["train"] = self.parts["train"].open(progress)
+            self.loaders["train"] = self._loader("train")
+        return notices
+
+    def _loader(self, part: str) -> Loader:
+        dataset, (rank, size) = self.config.Data.dataset, self.data_ranks
+        return Loader(
+            self.samples[part],
+            self.config.Data.batch_size.global_batch_size,
+            eos_token_id=self.eos_token_id,
             eod_mask_loss=dataset.eod_mask_loss,
-            rank=data_rank,
-            size=layout.data_degree,
+            reset_position_ids=dataset.reset_position_ids,
+            reset_attention_mask=dataset.reset_attention_mask,
+            rank=rank,
+            size=size,
             prefetch=dataset.prefetch,
         )
-        for part in wanted
-    }
-    return Feeds(sources, samples, loaders, eos_token_id)
 
 
-def _eos_of(sources: list[TokenDataset], vocab_size: int) -> int | None:
-    """The end-of-text id: what the data's own manifest says, else GPT-2's if the model has it."""
+def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
+    """Open and check the data, and size each part for the whole run as the originals do."""
+    parts = parts_of(config)
+    notices, sources = check_parts(config, parts), all_datasets(parts)
+    eos_token_id, origin = _find_eos(config, sources)
+    notices.append(f"end-of-text id: {eos_token_id} ({origin})")
+    feeds = Feeds(
+        config,
+        (data_rank, layout.data_degree),
+        parts,
+        sources,
+        samples={name: part.open() for name, part in parts.items()},
+        loaders={},
+        eos_token_id=eos_token_id,
+        notices=notices,
+    )
+    feeds.loaders = {name: feeds._loader(name) for name in parts}
+    return feeds
+
+
+def _find_eos(config: Config, sources: list[TokenDataset]) -> tuple[int | None, str]:
+    """The end-of-text id and where it is from."""
+    if config.Data.dataset.eos_token_id is not None:
+        return config.Data.dataset.eos_token_id, "Data.dataset.eos_token_id"
     for source in sources:
-        if source.manifest is not None:
-            return int(source.manifest["tokenizer"]["eos_id"])
-    return GPT2_EOS if vocab_size > GPT2_EOS else None
+        told = made(source)
+        if told is not None and told.eos_id is not None:
+            return told.eos_id, f"the manifest of {source.path}"
+    if config.Model.vocab_size > GPT2_EOS:
+        return GPT2_EOS, "GPT-2's; the data has no manifest"
+    return None, "unknown, so nothing is masked; set Data.dataset.eos_token_id"

@@ -1,12 +1,14 @@
 """`Engine.fit()`: the training loop. How anything is parallelised is none of its business.
 
 Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
-checkpoint restores is short: weights, moments, the loss scale and one integer.
+checkpoint restores is short: weights, moments, the loss scale, one integer, and what a mixture
+whose weights may change has served of each source.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +64,7 @@ class Engine:
         )
         self.guard = Guard(config.Engine.max_skipped_steps)
         self.step = 0
-        self.notices = list(config.notices)
+        self.notices = [*config.notices, *self.feeds.notices]
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -71,8 +73,10 @@ class Engine:
         engine = self.config.Engine
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self._resume()
-        sinks, meter, profiler = self._open_instruments()
-        try:
+        with ExitStack() as closing:
+            # Closed in the reverse order; one that fails does not keep the others from it.
+            closing.callback(self.feeds.close)
+            sinks, meter, profiler = self._open_instruments(closing)
             with StopRequest(self.output_dir) as stop:
                 if self.step >= engine.max_steps:
                     sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
@@ -92,17 +96,12 @@ class Engine:
                     last = self.step == engine.max_steps
                     if _due(self.step, engine.save_load.save_steps) or last or reason:
                         self._save(meter)
-                    if reason and not last:
+                    if reason:
                         sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
                         return
             with meter.timed("evaluate"):
                 self._evaluate(sinks, "test", engine.test_iters)
             sinks.notice("The training process is complete.")
-        finally:
-            profiler.close()
-            sinks.close()
-            self.feeds.close()
-            plot_losses(self.output_dir)
 
     def _train_step(self, batch: Batch, meter: Meter, sinks: Sinks) -> tuple[float, float]:
         """Forward, backward and, unless something is not finite, the update."""
@@ -129,7 +128,7 @@ class Engine:
     def _evaluate(self, sinks: Sinks, part: Literal["eval", "test"], iterations: int) -> None:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
         split = "valid" if part == "eval" else "test"
-        if not len(self.feeds.samples[split]) or iterations == 0:
+        if not len(self.feeds.samples.get(split, ())) or iterations == 0:
             return
         first = 0
         if part == "eval":
@@ -158,14 +157,15 @@ class Engine:
         return weights | moments
 
     def _save(self, meter: Meter) -> str:
+        consumed = self.step * self.config.Data.batch_size.global_batch_size
         state: dict[str, Any] = {
             "version": __version__,
             "step": self.step,
-            "consumed_samples": self.step * self.config.Data.batch_size.global_batch_size,
+            "consumed_samples": consumed,
             "optimizer_updates": self.optimizer.updates,
             "skipped_updates": self.guard.skipped,
             "loss_scale": vars(self.loss_scale) if self.loss_scale else None,
-            "data_fingerprint": self.feeds.train_fingerprint,
+            **self.feeds.state(consumed),
             "config": self.config.to_dict(),
         }
         with meter.timed("save"):
@@ -190,22 +190,18 @@ class Engine:
                 f"{state['step']} steps, which is not {batch} samples a step; resume with the "
                 "global_batch_size it was trained with"
             )
+        about_data = self.feeds.restore(state, int(state["consumed_samples"]), str(path))
         self.step = int(state["step"])
         self.optimizer.restore_updates(int(state["optimizer_updates"]))
         self.guard.skipped = int(state["skipped_updates"])
         if self.loss_scale and state["loss_scale"]:
             self.loss_scale = LossScale(**state["loss_scale"])
         self.runner.refresh()
-        self.notices.append(f"resumed from {path} at step {self.step}")
-        if state["data_fingerprint"] != self.feeds.train_fingerprint:
-            self.notices.append(
-                "the training data, its split, its order or its length is not the saved run's: "
-                "samples seen before may come again and others be missed"
-            )
+        self.notices += [f"resumed from {path} at step {self.step}", *about_data]
 
     # -- reporting --------------------------------------------------------------------------
 
-    def _open_instruments(self) -> tuple[Sinks, Meter, ProfilerWindow]:
+    def _open_instruments(self, closing: ExitStack) -> tuple[Sinks, Meter, ProfilerWindow]:
         """Sinks, meter and profiler; says everything the run derived before its first step."""
         config, precision = self.config, self.runner.precision
         peak, peak_reason = peak_flops(config.Global.peak_tflops, self.device, precision.dtype)
@@ -217,6 +213,7 @@ class Engine:
             flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
             peak_flops=peak,
         )
+        closing.callback(plot_losses, self.output_dir)
         sinks = open_sinks(
             self.output_dir,
             tensorboard=config.Engine.tensorboard,
@@ -225,6 +222,9 @@ class Engine:
             resume_step=self.step,
             max_steps=config.Engine.max_steps,
         )
+        closing.callback(sinks.close)
+        profiler = ProfilerWindow(**config.Profiler.model_dump(), echo=sinks.notice)
+        closing.callback(profiler.close)
         lists = config.Engine.mix_precision
         if precision.level:
             self.notices += unmet_list_entries(
@@ -235,7 +235,7 @@ class Engine:
         plan = describe(config, self.layout, self.runner, self.feeds, peak_reason)
         for line in [*self.notices, *plan]:
             sinks.notice(line)
-        return sinks, meter, ProfilerWindow(**config.Profiler.model_dump(), echo=sinks.notice)
+        return sinks, meter, profiler
 
     def _report(self, meter: Meter, sinks: Sinks, loss: float, norm: float) -> None:
         record = meter.end_step(

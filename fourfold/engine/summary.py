@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fourfold.config import Config
+from fourfold.data import Mixture
+from fourfold.data.mixture import shares_of
+from fourfold.data.split import PARTS
 from fourfold.engine.feeds import Feeds
 from fourfold.mesh import Layout
 from fourfold.model import ModelShape, count_parameters, flops_per_token
@@ -33,11 +36,19 @@ def describe(
         f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
     )
     yield f"state: {_state_bytes(parameters, runner)}"
-    yield (
-        f"compute: {flops_per_token(shape, seq_len) * tokens / 1e12:.3g} TFLOP a step "
-        f"(model FLOPs, full attention); peak for MFU: {peak_reason}"
-    )
+    yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_reason}"
     yield from _describe_data(feeds, steps * batch.global_batch_size)
+
+
+def _compute(config: Config, shape: ModelShape, tokens: int) -> str:
+    seq_len = config.Data.dataset.max_seq_len
+    model = flops_per_token(shape, seq_len) * tokens
+    text = f"{model / 1e12:.3g} TFLOP a step (model FLOPs, full attention)"
+    if config.Model.use_recompute:
+        granularity = config.Model.recompute_granularity
+        hardware = flops_per_token(shape, seq_len, recompute=granularity) * tokens
+        text += f", {hardware / 1e12:.3g} with what is recomputed"
+    return text
 
 
 def _state_bytes(parameters: int, runner: Runner) -> str:
@@ -54,11 +65,25 @@ def _describe_data(feeds: Feeds, train_samples: int) -> Iterator[str]:
     tokens = sum(source.num_tokens for source in feeds.sources)
     yield f"data: {len(feeds.sources)} dataset(s), {documents:,} documents, {tokens:,} tokens"
     train = feeds.samples["train"]
-    if len(train):
+    if not len(train):
+        return
+    sizes = {name: samples.tokens_per_epoch for name, samples in feeds.samples.items()}
+    parts = ", ".join(f"{name} {sizes.get(name, 0):,}" for name in PARTS)
+    if isinstance(train, Mixture) and len(train.sources) > 1:
+        yield f"split: {parts} tokens"
+        yield from describe_mixture(train, train_samples)
+    else:
         per_epoch = max(train.tokens_per_epoch // max(train.seq_len, 1), 1)
         yield (
-            f"split: train {train.tokens_per_epoch:,} tokens, "
-            f"valid {feeds.samples['valid'].tokens_per_epoch:,}, "
-            f"test {feeds.samples['test'].tokens_per_epoch:,}; the run reads "
-            f"{train_samples / per_epoch:.2f} epochs of train"
+            f"split: {parts} tokens; the run reads {train_samples / per_epoch:.2f} epochs of train"
         )
+
+
+def describe_mixture(mixture: Mixture, num_samples: int) -> Iterator[str]:
+    """What the whole run takes from each source, and where that is more than there is."""
+    for share in shares_of(mixture, num_samples):
+        text = (
+            f"mixture: {share.weight:.4f} {share.name}: {share.samples:,} samples, "
+            f"{share.epochs:.2f} epochs of {share.tokens_per_epoch:,} tokens"
+        )
+        yield text + (" (repeats)" if share.epochs > 1 else "")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.model.loss import head_cross_entropy
+from fourfold.model.loss import compute_dtype, head_cross_entropy
 from fourfold.model.seeds import mix_seed
 
 
@@ -68,15 +68,20 @@ class LayerNorm(nn.LayerNorm):
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T) v, causal. A module of its own so that recomputation can wrap just this."""
+    """softmax(q k^T + mask) v; without a mask it is causal.
+
+    A module of its own so that recomputation can wrap just this.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
 
 
 class Attention(nn.Module):
@@ -94,11 +99,11 @@ class Attention(nn.Module):
         self.core = CoreAttention(shape.attention_probs_dropout_prob)
         self.out = Linear(shape.hidden_size, shape.hidden_size, shape.fused_linear)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, H, T, K) each
-        mixed = self.core(q, k, v)  # (B, H, T, K)
+        mixed = self.core(q, k, v, mask)  # (B, H, T, K)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
@@ -123,8 +128,8 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = shape.hidden_dropout_prob
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.attn(self.norm1(x)), self.dropout, self.training)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + F.dropout(self.attn(self.norm1(x), mask), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
@@ -138,6 +143,18 @@ class Embeddings(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.word(tokens) + self.position(positions)  # (B, T, D)
         return F.dropout(x, self.dropout, self.training)
+
+
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask (B, 1, T, T): 0 where a token may attend, which is to itself and to earlier tokens
+    of its own document, and minus infinity elsewhere.
+
+    It is added to the scores and not a table of booleans, because attention would turn those
+    into numbers in every layer, and each layer would keep its own until the backward pass.
+    """
+    allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)  # (B, T, T)
+    mask = torch.full(allowed.shape, -torch.inf, dtype=dtype, device=document_ids.device)
+    return mask.masked_fill_(allowed.tril_(), 0.0).unsqueeze(1)
 
 
 class GPT(nn.Module):
@@ -157,16 +174,19 @@ class GPT(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
         *,
         loss_scale: float | Tensor = 1.0,
         dropout_seed: int = 0,
     ) -> Tensor:
         """Logits (B, T, V) or, with labels, `loss_scale` times the sum of the token losses.
 
+        With `document_ids` (B, T) tokens attend only to those with the same id before them.
+
         The caller puts the division by the number of valid tokens of the global batch into
         `loss_scale`: then micro-batches simply add up, however the batch is cut.
         """
-        x = self.hidden(tokens, position_ids, dropout_seed)
+        x = self.hidden(tokens, position_ids, document_ids, dropout_seed)
         head = self.embeddings.word.weight  # (V, D): the head is tied
         if labels is None:
             return F.linear(x.to(head.dtype), head)
@@ -181,7 +201,13 @@ class GPT(nn.Module):
             self.shape.loss_chunk_tokens,
         )
 
-    def hidden(self, tokens: Tensor, position_ids: Tensor | None, dropout_seed: int) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        dropout_seed: int,
+    ) -> Tensor:
         """The final hidden states (B, T, D).
 
         With dropout the generator is seeded anew before every layer, from the caller's seed and
@@ -193,8 +219,13 @@ class GPT(nn.Module):
         if reseed:
             torch.manual_seed(mix_seed(dropout_seed, "embeddings"))
         x = self.embeddings(tokens, position_ids)
+        mask = (
+            None
+            if document_ids is None
+            else document_mask(document_ids, compute_dtype(x.device, x.dtype))
+        )
         for number, layer in self.layers.items():
             if reseed:
                 torch.manual_seed(mix_seed(dropout_seed, number))
-            x = layer(x)
+            x = layer(x, mask)
         return self.norm(x)

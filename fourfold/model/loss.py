@@ -24,17 +24,16 @@ def head_cross_entropy(
     chunk_tokens: int,
 ) -> Tensor:
     """`scale` · Σ mask · −log softmax(hidden · headᵀ)[label], as an fp32 scalar."""
-    dtype = _compute_dtype(hidden, head)
+    dtype = compute_dtype(hidden.device, head.dtype)
     weights = loss_mask.float() * scale  # (N,)
     return _HeadCrossEntropy.apply(hidden, head, labels, weights, chunk_tokens, dtype)
 
 
-def _compute_dtype(hidden: Tensor, head: Tensor) -> torch.dtype:
-    """What a linear layer here would compute in: autocast's type, else the head's."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return head.dtype
+def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    """What a linear layer here computes in: autocast's type where that is on."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return otherwise
 
 
 class _HeadCrossEntropy(torch.autograd.Function):

@@ -68,7 +68,10 @@ class Runner:
             if parameter is not self.masters[name]:
                 parameter.copy_(self.masters[name])
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        fields = (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
+        """The model's positional arguments, cut; document ids only if the batch has them."""
+        fields = [batch.tokens, batch.labels, batch.loss_mask, batch.position_ids]
+        if batch.document_ids is not None:
+            fields.append(batch.document_ids)
         moved = (field.to(self.device, non_blocking=True) for field in fields)
         return zip(*(field.split(self.micro_batch_size) for field in moved))

@@ -59,6 +59,7 @@ def test_contents_of_a_batch(samples: Samples) -> None:
     assert np.array_equal(batch.loss_mask.numpy(), rows[:, :-1] != EOS)
     assert np.array_equal(batch.position_ids.numpy(), np.tile(np.arange(SEQ_LEN), (8, 1)))
     assert batch.global_valid_tokens == (rows[:, :-1] != EOS).sum() < rows[:, :-1].size
+    assert batch.document_ids is None
     assert [getattr(batch, name).dtype for name in ("tokens", "labels", "loss_mask")] == [
         torch.int64,
         torch.int64,

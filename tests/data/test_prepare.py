@@ -1,11 +1,11 @@
-"""Text to Megatron files: the bytes, the manifest, and nothing half-written."""
+"""Documents to Megatron files: the bytes, the manifest, and nothing half-written."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.data import prepare as prepare_module
+from fourfold.data import parts, pieces
 from fourfold.data.prepare import prepare, read_jsonl, token_dtype
 from fourfold.errors import DataError
 from fourfold.tokenizer import Tokenizer, train
@@ -33,8 +33,10 @@ class Numbers:
         self.vocab_size = vocab_size
         self.eos_id = eos_id
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [[int(word) for word in text.split()] for text in texts]
+    def encode_joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids = [[int(word) for word in text.split()] for text in texts]
+        flat = [number for each in ids for number in each]
+        return np.array(flat, np.uint32), np.array([len(each) for each in ids])
 
 
 def parse(prefix: Path) -> tuple[np.dtype, list[list[int]], list[int]]:
@@ -69,11 +71,11 @@ def test_text_round_trip(tmp_path: Path, tokenizer: Tokenizer) -> None:
     manifest = prepare(iter(texts), tmp_path / "data", tokenizer)
     dtype, documents, starts = parse(tmp_path / "data")
     assert dtype == np.uint16
-    assert starts == [0, 1, 2, 3, 4]
+    assert starts == [0, 1, 1, 2, 3, 4]  # the empty one is an entry without a sequence
     assert all(ids[-1] == tokenizer.eos_id for ids in documents)
     assert all(tokenizer.eos_id not in ids[:-1] for ids in documents)
     assert [tokenizer.decode(ids[:-1]) for ids in documents] == [text for text in texts if text]
-    assert manifest["documents"] == 4
+    assert (manifest["documents"], manifest["empty_documents"]) == (4, 1)
     assert manifest["tokens"] == sum(map(len, documents))
 
 
@@ -96,7 +98,7 @@ def test_type_follows_the_vocabulary(tmp_path: Path, vocab_size: int, name: str)
 
 
 def test_ids_beyond_the_type_never_wrap(tmp_path: Path) -> None:
-    with pytest.raises(OverflowError):
+    with pytest.raises(AssertionError):
         prepare(["70000"], tmp_path / "data", Numbers(vocab_size=100))
     assert list(tmp_path.iterdir()) == []
 
@@ -104,37 +106,45 @@ def test_ids_beyond_the_type_never_wrap(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     documents=st.lists(st.lists(st.integers(0, 98), max_size=12), min_size=1, max_size=30),
-    batch=st.integers(1, 9),
-    chunk=st.integers(1, 9),
+    batch=st.integers(1, 40),
+    append_eod=st.booleans(),
 )
-def test_batches_and_chunks_leave_no_trace(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], batch: int, chunk: int
+def test_batches_leave_no_trace(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    batch: int,
+    append_eod: bool,
 ) -> None:
+    """Against Megatron's rule written out: an end where there are ids, an entry for every one."""
     documents = [*documents, [7]]
     prefix = tmp_path_factory.mktemp("prepare") / "data"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "_BATCH_DOCUMENTS", batch)
-        patch.setattr(prepare_module, "_INDEX_CHUNK", chunk)
-        prepare((" ".join(map(str, ids)) for ids in documents), prefix, Numbers())
-    expected = [[*ids, 99] for ids in documents if ids]
+        patch.setattr(parts, "BATCH_CHARACTERS", batch)
+        texts = (" ".join(map(str, ids)) for ids in documents)
+        prepare(texts, prefix, Numbers(), append_eod)
+    expected, entries = [], [0]
+    for ids in documents:
+        if ids:
+            expected.append([*ids, 99] if append_eod else ids)
+        entries.append(len(expected))
     _, parsed, starts = parse(prefix)
     assert parsed == expected
-    assert starts == list(range(len(expected) + 1))
+    assert starts == entries
 
 
 def test_documents_are_consumed_a_batch_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_BATCH_CHARACTERS", 10)
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 160)
     taken = 0
     waiting: list[int] = []
 
     class Counting(Numbers):
-        def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        def encode_joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
             nonlocal taken
             waiting.append(taken)
             taken = 0
-            return super().encode_batch(texts)
+            return super().encode_joined(texts)
 
     def documents() -> Iterator[str]:
         nonlocal taken
@@ -143,17 +153,14 @@ def test_documents_are_consumed_a_batch_at_a_time(
             yield "1 2 3"
 
     prepare(documents(), tmp_path / "data", Counting())
-    assert waiting == [2] * 50
+    assert waiting == [10] * 10
 
 
 def test_manifest_describes_the_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     manifest = prepare(["the cat", "sat"], tmp_path / "deep" / "data", tokenizer)
     directory = tmp_path / "deep"
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "data.bin",
-        "data.idx",
-        "data.json",
-    ]
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["data.bin", "data.idx", "data.json"]
     assert json.loads((directory / "data.json").read_text()) == manifest
     assert manifest["version"] == 1
     assert manifest["tokenizer"] == {
@@ -164,15 +171,13 @@ def test_manifest_describes_the_files(tmp_path: Path, tokenizer: Tokenizer) -> N
     for suffix, digest in manifest["sha256"].items():
         content = (directory / f"data.{suffix}").read_bytes()
         assert hashlib.sha256(content).hexdigest() == digest
+        assert manifest["bytes"][suffix] == len(content)
 
 
 def test_a_prefix_with_a_dot_keeps_it(tmp_path: Path) -> None:
     prepare(["1"], tmp_path / "wiki.v1", Numbers())
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "wiki.v1.bin",
-        "wiki.v1.idx",
-        "wiki.v1.json",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["wiki.v1.bin", "wiki.v1.idx", "wiki.v1.json"]
 
 
 def test_an_interrupted_run_leaves_nothing_and_keeps_the_old(tmp_path: Path) -> None:
@@ -215,17 +220,17 @@ def test_a_crash_while_renaming_never_mixes_old_and_new(
 ) -> None:
     prepare(["1 2 3"], tmp_path / "data", Numbers())
     renames = 0
-    rename = prepare_module._HashedFile.rename
+    rename = pieces.UnfinishedFile.rename
 
-    def crashing(file: prepare_module._HashedFile) -> None:
+    def crashing(file: pieces.UnfinishedFile) -> None:
         nonlocal renames
         if renames == crash_at:
             raise OSError("power cut")
         renames += 1
         rename(file)
 
-    monkeypatch.setattr(prepare_module._HashedFile, "rename", crashing)
-    with pytest.raises(OSError, match="power cut"):
+    monkeypatch.setattr(pieces.UnfinishedFile, "rename", crashing)
+    with pytest.raises(DataError, match="power cut"):
         prepare(["5"], tmp_path / "data", Numbers())
     assert not (tmp_path / "data.json").exists()
     if (tmp_path / "data.idx").exists():
@@ -261,7 +266,7 @@ def test_another_key(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "cut', "not a line of JSON"),
-        (b'{"text": "\xff"}', "not a line of JSON in UTF-8"),
+        (b'{"text": "\xff"}', "not UTF-8"),
         (b"[" * 100_000, "not a line of JSON"),
         (b'["text"]', "of type list, not an object"),
         (b'{"title": "x"}', r"no key 'text' \(keys: 'title'\)"),

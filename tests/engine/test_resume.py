@@ -156,3 +156,10 @@ def test_changed_data_order_is_said(configure: Configure) -> None:
     engine = Engine(configure("run", "Engine.max_steps=4", "Data.dataset.split='80,18,2'"))
     engine.fit()
     assert any("samples seen before" in notice for notice in engine.notices)
+
+
+def test_changed_masks_are_said(configure: Configure) -> None:
+    Engine(configure("run", "Engine.max_steps=2")).fit()
+    engine = Engine(configure("run", "Engine.max_steps=2", "Data.dataset.eod_mask_loss=False"))
+    engine.fit()
+    assert any("eod_mask_loss was True" in notice for notice in engine.notices)

@@ -1,0 +1,160 @@
+"""`fourfold data prepare` and `fourfold data train-tokenizer`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fourfold.errors import UserError
+
+if TYPE_CHECKING:
+    from fourfold.data.inputs import InputFile
+
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="PATH",
+        help="File, directory (recursive), glob, or - for standard input; may be given many "
+        "times. Read are .txt, .jsonl, .json (these also .gz or .zst) and .parquet.",
+    ),
+]
+MoreInputs = Annotated[
+    list[str] | None, typer.Argument(metavar="[PATH]...", help="More inputs.", show_default=False)
+]
+JsonKey = Annotated[str, typer.Option(help="The key, or column, that holds the text.")]
+Separator = Annotated[
+    str, typer.Option(metavar="blank-line|file", help="What ends a document in .txt files.")
+]
+MaxDocument = Annotated[
+    int, typer.Option(help="Documents longer than this are bad; memory grows with it.")
+]
+MaxBad = Annotated[int, typer.Option(help="How many bad lines are passed over before stopping.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")]
+StdinKind = Annotated[
+    str, typer.Option(metavar="jsonl|txt", help="What standard input holds, if it is read.")
+]
+
+
+def prepare(
+    inputs: Inputs,
+    output_prefix: Annotated[Path, typer.Option(help="Where the token files go, without ending.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="tokenizer.json, a directory with one or with vocab.json + merges.txt, or gpt2."
+        ),
+    ],
+    more_inputs: MoreInputs = None,
+    append_eod: Annotated[
+        bool, typer.Option(help="End each document with the end-of-text id.")
+    ] = True,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; as many as processors by default.")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", metavar="megatron|fleetx")] = "megatron",
+    json_key: JsonKey = "text",
+    document_separator: Separator = "blank-line",
+    min_length: Annotated[
+        int, typer.Option(help="Leave out documents of this many characters or fewer.")
+    ] = 0,
+    max_document_mb: MaxDocument = 64,
+    max_bad_lines: MaxBad = 100,
+    strict: Strict = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, begun or finished.")
+    ] = False,
+    stdin_format: StdinKind = "jsonl",
+) -> None:
+    """Turn raw text into token files; the same command goes on where a killed one stopped."""
+    from fourfold.cli.progress import PrepareProgress
+    from fourfold.data.prepare import Settings, dataset_prefix, prepare_files
+    from fourfold.tokenizer import num_processors
+
+    settings = Settings(
+        tokenizer=tokenizer,
+        format=form,
+        append_eod=append_eod,
+        json_key=json_key,
+        document_separator=document_separator,
+        min_length=min_length,
+        max_document_bytes=max_document_mb << 20,
+        workers=workers if workers is not None else num_processors(),
+        max_bad_lines=0 if strict else max_bad_lines,
+        overwrite=overwrite,
+    )
+    prefix = dataset_prefix(output_prefix, form, json_key)
+    files = _files(_in_order(inputs, more_inputs), prefix, stdin_format)
+    with PrepareProgress() as progress:
+        manifest = prepare_files(files, output_prefix, settings, progress.show)
+    _print_summary(prefix, manifest)
+
+
+def train_tokenizer(
+    inputs: Inputs,
+    output: Annotated[Path, typer.Option(help="The tokenizer.json to write, or its directory.")],
+    vocab_size: Annotated[int, typer.Option(help="Ids in all, <|endoftext|> included.")],
+    more_inputs: MoreInputs = None,
+    json_key: JsonKey = "text",
+    document_separator: Separator = "blank-line",
+    every: Annotated[int, typer.Option(help="Learn from every n-th document only.")] = 1,
+    max_document_mb: MaxDocument = 64,
+    max_bad_lines: MaxBad = 100,
+    strict: Strict = False,
+    stdin_format: StdinKind = "jsonl",
+) -> None:
+    """Train a byte-level BPE tokenizer, saved as a tokenizer.json that `transformers` loads."""
+    from fourfold.data.prepare import read_texts
+    from fourfold.data.text import TextRule
+    from fourfold.tokenizer import train
+
+    rule = TextRule(json_key, document_separator, max_document_mb << 20)
+    if output.suffix != ".json":
+        output.mkdir(parents=True, exist_ok=True)
+    spool = output if output.is_dir() else output.with_suffix("")
+    files = _files(_in_order(inputs, more_inputs), spool, stdin_format)
+    try:
+        texts = read_texts(files, rule, 0 if strict else max_bad_lines)
+        file = train(texts, vocab_size, sys.stderr.isatty(), every).save(output)
+    finally:
+        for text in files:
+            if text.path.name.startswith("stdin-"):
+                text.path.unlink()
+                text.path.parent.rmdir()
+    print(f"{file}: a vocabulary of {vocab_size:,}")
+
+
+def _in_order(inputs: list[str], more_inputs: list[str] | None) -> list[str]:
+    """`--input A --input B` or `--input A B`; a mixture does not tell the order."""
+    if more_inputs and len(inputs) > 1:
+        raise UserError(
+            f"{more_inputs[0]}: with several --input, give each path its own --input; only then "
+            "is the order of the documents clear"
+        )
+    return [*inputs, *(more_inputs or [])]
+
+
+def _files(inputs: list[str], prefix: Path, stdin_format: str) -> list[InputFile]:
+    """The input files; standard input is first copied to one, so that workers can share it."""
+    from fourfold.data.inputs import WORK_SUFFIX, find_inputs, spool_stdin
+
+    files: list[InputFile] = []
+    for name in inputs:
+        if name == "-":
+            directory = Path(f"{prefix}{WORK_SUFFIX}")
+            files.append(spool_stdin(sys.stdin.buffer, directory, stdin_format))
+        else:
+            files += find_inputs([name])
+    return files
+
+
+def _print_summary(prefix: Path, manifest: dict[str, object]) -> None:
+    from fourfold.data.provenance import dropped_summary
+
+    print(f"{prefix}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")
+    for line in dropped_summary(manifest):
+        print(line)

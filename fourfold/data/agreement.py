@@ -1,0 +1,108 @@
+"""Do the data, the tokenizer, the model and a checkpoint agree on what a token id means?
+
+Data that `fourfold data prepare` made says in its manifest which tokenizer made it. Ids of another
+tokenizer train without any error into a model that writes nonsense, so a difference is refused
+unless `Data.dataset.allow_tokenizer_mismatch` asks for it. Data without a manifest is taken on
+trust; that its ids are inside the vocabulary is checked elsewhere, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.data.dataset import TokenDataset
+from fourfold.errors import DataError, UserError
+from fourfold.tokenizer import Tokenizer
+
+REMEDY = "to train all the same, set Data.dataset.allow_tokenizer_mismatch=True"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What made the tokens of a dataset, by its manifest."""
+
+    by: str
+    vocab_size: int
+    eos_id: int | None
+
+
+def made(dataset: TokenDataset) -> Made | None:
+    """None where the dataset has no manifest, or one that says nothing of a tokenizer."""
+    about = (dataset.manifest or {}).get("tokenizer")
+    if not isinstance(about, dict):
+        return None
+    identity, size, eos = about.get("identity"), about.get("vocab_size"), about.get("eos_id")
+    if not isinstance(identity, str) or not isinstance(size, int):
+        return None
+    return Made(identity, size, eos if isinstance(eos, int) else None)
+
+
+def tokenizer_of(datasets: Sequence[TokenDataset]) -> str | None:
+    """The identity of the tokenizer that made the data, of the first dataset that says so."""
+    return next((told.by for dataset in datasets if (told := made(dataset))), None)
+
+
+def check_agreement(
+    datasets: Sequence[TokenDataset], vocab_size: int, tokenizer: str | None, allowed: bool
+) -> list[str]:
+    """Raise DataError for the first disagreement, or return them all where they are allowed.
+
+    `tokenizer` is the path in Global.tokenizer. Training does not need it, so one that cannot be
+    read is only mentioned.
+    """
+    told = [(dataset, made_by) for dataset in datasets if (made_by := made(dataset))]
+    wrong, remarks = [], []
+    for dataset, made_by in told:
+        if made_by.vocab_size > vocab_size:
+            wrong.append(
+                f"{dataset.path}: made with a tokenizer of {made_by.vocab_size} tokens, more than "
+                f"Model.vocab_size={vocab_size}; set Model.vocab_size={made_by.vocab_size}, or "
+                "more, or name data of a smaller vocabulary"
+            )
+    if told:
+        first, first_made = told[0]
+        wrong += [
+            f"{dataset.path}: made with another tokenizer ({_short(made_by.by)}) than {first.path} "
+            f"({_short(first_made.by)}), so the same id means two things; prepare both with one"
+            for dataset, made_by in told[1:]
+            if made_by.by != first_made.by
+        ]
+    if told and tokenizer is not None:
+        try:
+            named = Tokenizer.load(tokenizer).identity
+        except UserError as error:
+            remarks.append(f"whether the data was made with Global.tokenizer is unknown: {error}")
+        else:
+            wrong += [
+                f"{dataset.path}: made with another tokenizer ({_short(made_by.by)}) than "
+                f"Global.tokenizer={tokenizer} ({_short(named)}); name the one it was made with, "
+                "or prepare the data again"
+                for dataset, made_by in told
+                if made_by.by != named
+            ]
+    if wrong and not allowed:
+        raise DataError(f"{wrong[0]}; {REMEDY}")
+    return remarks + wrong
+
+
+def check_checkpoint_tokenizer(
+    saved: Any, datasets: Sequence[TokenDataset], checkpoint: str, allowed: bool
+) -> list[str]:
+    """The same for the identity a checkpoint recorded, None where its data had none."""
+    present = tokenizer_of(datasets)
+    if saved is None or present is None or saved == present:
+        return []
+    text = (
+        f"{checkpoint} was trained on data made with another tokenizer ({_short(str(saved))}) than "
+        f"the data named now ({_short(present)}): the model knows each id as another text; go on "
+        "with data of the checkpoint's tokenizer, or start a new run"
+    )
+    if not allowed:
+        raise DataError(f"{text}; {REMEDY}")
+    return [text]
+
+
+def _short(identity: str) -> str:
+    return identity[:12]

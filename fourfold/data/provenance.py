@@ -1,0 +1,290 @@
+"""What `prepare` records: the plan of unfinished work, what was dropped, and the manifest.
+
+The plan (`plan.json` in the work directory) holds everything the bytes of the result depend on.
+Unfinished work is only gone on with under the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fourfold import __version__
+from fourfold.data.dataset import read_manifest
+from fourfold.data.files import formats_at
+from fourfold.data.inputs import InputFile
+from fourfold.data.parts import PLACES_KEPT, PartReport, write_json
+from fourfold.errors import DataError, UserError
+from fourfold.tokenizer import Tokenizer
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs at once are then not noticed
+    fcntl = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from fourfold.data.prepare import Settings
+
+MANIFEST_VERSION = 1
+PLAN_VERSION = 1
+_HASH_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the result depends on."""
+
+    inputs: tuple[tuple[str, int, int], ...]  # path, bytes, time of modification
+    flags: dict[str, Any]
+    tokenizer: str
+    chunk_bytes: int
+
+    @classmethod
+    def of(
+        cls, files: Sequence[InputFile], settings: Settings, tokenizer: str, chunk_bytes: int
+    ) -> Plan:
+        inputs = tuple((str(file.path), file.num_bytes, file.modified) for file in files)
+        flags = {
+            "format": settings.format,
+            "append_eod": settings.append_eod,
+            "json_key": settings.json_key,
+            "document_separator": settings.document_separator,
+            "min_length": settings.min_length,
+            "max_document_bytes": settings.max_document_bytes,
+        }
+        return cls(inputs, flags, tokenizer, chunk_bytes)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {
+            "version": PLAN_VERSION,
+            "fourfold": __version__,
+            "flags": self.flags,
+            "tokenizer": self.tokenizer,
+            "chunk_bytes": self.chunk_bytes,
+            "inputs": [list(entry) for entry in self.inputs],
+        }
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(json.dumps(self.content).encode()).hexdigest()
+
+    def begin_or_resume(self, work: Path, overwrite: bool) -> Path:
+        """The directory for the parts of this plan, with those an earlier run finished.
+
+        Work under another plan is refused, or removed if allowed.
+        """
+        file = work / "plan.json"
+        found = json.loads(file.read_bytes()) if file.exists() else self.content
+        if found != self.content and not overwrite:
+            raise UserError(
+                f"{work}: holds unfinished work with {self._difference(found)}; repeat that "
+                "command to go on with it, or give --overwrite to begin again"
+            )
+        # A worker that outlived its killed parent for a moment can thus do no harm to a new plan.
+        parts = work / self.identity[:16]
+        for entry in work.iterdir():
+            if entry.is_dir() and entry != parts:
+                shutil.rmtree(entry)
+        parts.mkdir(exist_ok=True)
+        for unfinished in parts.glob(".part-*.tmp"):
+            unfinished.unlink(missing_ok=True)
+        write_json(file, self.content)
+        return parts
+
+    def _difference(self, found: dict[str, Any]) -> str:
+        changed = []
+        for flag, value in self.flags.items():
+            before = found.get("flags", {}).get(flag)
+            if before != value:
+                changed.append(f"{flag} {before!r} instead of {value!r}")
+        if found.get("tokenizer") != self.tokenizer:
+            changed.append("another tokenizer")
+        before_inputs = {entry[0]: entry[1:] for entry in found.get("inputs", [])}
+        now = {path: [num_bytes, modified] for path, num_bytes, modified in self.inputs}
+        for path in [*now, *before_inputs]:
+            if before_inputs.get(path) != now.get(path):
+                what = (
+                    "changed since"
+                    if path in now and path in before_inputs
+                    else ("not among the inputs" if path in now else "among the inputs")
+                )
+                changed.append(f"{path} {what}")
+                break
+        return " and ".join(changed) or "another version of Fourfold or another order of inputs"
+
+    @contextmanager
+    def locked(self, work: Path) -> Iterator[None]:
+        """Keep other runs off the work directory."""
+        with (work / "lock").open("w") as file:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held = os.fstat(file.fileno()).st_ino == (work / "lock").stat().st_ino
+                except (BlockingIOError, FileNotFoundError):
+                    held = False
+                if not held:
+                    raise UserError(
+                        f"{work}: another `fourfold data prepare` is at work there; wait for it, "
+                        "or choose another prefix"
+                    )
+            yield
+
+
+class Tally:
+    """Counts over parts in order; stops when more was bad than allowed."""
+
+    def __init__(self, files: Sequence[InputFile], max_bad_lines: int) -> None:
+        self.documents = self.empty = self.short = self.tokens = 0
+        self.kinds: Counter[str] = Counter()
+        self.places: list[tuple[str, int, str]] = []  # file, line, reason
+        self._files = files
+        self._max_bad_lines = max_bad_lines
+        self._lines = [0] * len(files)
+        self._ended: set[int] = set()
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.kinds.values())
+
+    def add(self, report: PartReport) -> bool:
+        """False for a part that lies beyond the end of its file."""
+        if any(chunk.file in self._ended for chunk in report.chunks):
+            return False
+        self.documents += report.documents
+        self.empty += report.empty
+        self.short += report.short
+        self.tokens += report.tokens
+        for chunk in report.chunks:
+            for bad in chunk.places[: PLACES_KEPT - len(self.places)]:
+                line = self._lines[chunk.file] + bad.line
+                self.places.append((str(self._files[chunk.file].path), line, bad.reason))
+            self.kinds.update(chunk.bad)
+            self._lines[chunk.file] += chunk.num_lines
+            if chunk.ended:
+                self._ended.add(chunk.file)
+        if self.num_bad > self._max_bad_lines:
+            raise DataError(self._too_many())
+        return True
+
+    def _too_many(self) -> str:
+        path, line, reason = self.places[0]
+        if self._max_bad_lines == 0:
+            return f"{path}:{line}: {reason}; mend or remove the line, or allow --max-bad-lines"
+        return (
+            f"{self.summary()}\nmore than --max-bad-lines {self._max_bad_lines} allows; mend the "
+            "input, or raise the limit: the same command then goes on from here"
+        )
+
+    def summary(self) -> str:
+        return "\n".join(dropped_summary(self.entries()))
+
+    def entries(self) -> dict[str, Any]:
+        """The manifest's account of what did not become a document."""
+        first = [{"path": path, "line": line, "reason": why} for path, line, why in self.places]
+        return {
+            "empty_documents": self.empty,
+            "short_documents": self.short,
+            "dropped": {"count": self.num_bad, "kinds": dict(self.kinds), "first": first},
+        }
+
+
+def dropped_summary(manifest: dict[str, Any]) -> list[str]:
+    """What did not become a document: how many, of which kinds, and where the first few are."""
+    lines = []
+    for key, what in (("empty_documents", "without a token"), ("short_documents", "too short")):
+        if manifest.get(key):
+            lines.append(f"{manifest[key]:,} documents {what} were left out")
+    dropped = manifest.get("dropped") or {"count": 0}
+    if dropped["count"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(dropped["kinds"].items()))
+        lines.append(f"{dropped['count']:,} bad lines were passed over ({kinds}):")
+        lines += [f"  {at['path']}:{at['line']}: {at['reason']}" for at in dropped["first"][:5]]
+        if dropped["count"] > 5:
+            lines.append("  ...")
+    return lines
+
+
+class InputHashes:
+    """The SHA-256 of each input, computed in the background while the workers read the same."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self._files = files
+        self._digests: list[str] = []
+        self._error: OSError | None = None
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._hash, daemon=True)
+
+    def __enter__(self) -> InputHashes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._given_up.set()
+        self._thread.join()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """The manifest's list of inputs; an error if one was changed meanwhile."""
+        self._thread.join()
+        if self._error is not None:
+            raise DataError(f"an input can no longer be read: {self._error}")
+        for file in self._files:
+            status = file.path.stat()
+            if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified):
+                raise DataError(
+                    f"{file.path}: changed while it was being prepared; run the command again "
+                    "with --overwrite"
+                )
+        return [
+            {"path": str(file.path), "bytes": file.num_bytes, "sha256": digest}
+            for file, digest in zip(self._files, self._digests)
+        ]
+
+    def _hash(self) -> None:
+        try:
+            for file in self._files:
+                digest = hashlib.sha256()
+                with file.path.open("rb", buffering=0) as stream:
+                    while block := stream.read(_HASH_BLOCK):
+                        if self._given_up.is_set():
+                            return
+                        digest.update(block)
+                self._digests.append(digest.hexdigest())
+        except OSError as error:
+            self._error = error
+
+
+def describe(tokenizer: dict[str, Any], append_eod: bool) -> dict[str, Any]:
+    """The head of every manifest."""
+    return {
+        "version": MANIFEST_VERSION,
+        "fourfold": __version__,
+        "tokenizer": tokenizer,
+        "append_eod": append_eod,
+    }
+
+
+def tokenizer_entry(tokenizer: Tokenizer, name: str | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {} if name is None else {"name": name}
+    return entry | {
+        "identity": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    }
+
+
+def finished_manifest(prefix: Path, plan: Plan) -> dict[str, Any] | None:
+    """The manifest at `prefix` if this very plan was carried out there."""
+    manifest = read_manifest(prefix)
+    done = manifest is not None and manifest.get("plan") == plan.identity
+    complete = bool(formats_at(prefix))
+    return manifest if done and complete else None

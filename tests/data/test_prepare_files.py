@@ -1,0 +1,377 @@
+"""`prepare_files`: every kind of input, the same bytes with any workers, bad input, provenance."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from fourfold.data import open_datasets, text
+from fourfold.data.inputs import find_inputs, spool_stdin
+from fourfold.data.prepare import Progress, Settings, dataset_prefix, prepare_files
+from fourfold.errors import DataError, UserError
+from fourfold.tokenizer import Tokenizer, train
+
+TEXTS = [
+    f"document {number} of the cat on the mat, été 北京\n" * (number % 7) for number in range(90)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    return train(["the cat sat on the mat, the rat sat on the cat. " * 3], 270).save(path)
+
+
+@pytest.fixture
+def base(tokenizer_file: Path) -> Settings:
+    return Settings(tokenizer=str(tokenizer_file), chunk_bytes=1000)
+
+
+def json_lines(texts: Sequence[str], key: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 1, key: each}).encode() + b"\n" for each in texts)
+
+
+def run(inputs: Sequence[Path], prefix: Path, settings: Settings) -> dict[str, Any]:
+    return prepare_files(find_inputs(inputs), prefix, settings)
+
+
+def content(prefix: Path) -> dict[str, bytes]:
+    """The token files of a prefix, by their ending."""
+    files = [file for file in prefix.parent.glob(f"{prefix.name}_*") if file.suffix != ".json"]
+    return {file.name.removeprefix(prefix.name): file.read_bytes() for file in files}
+
+
+def decoded(prefix: Path, tokenizer_file: Path) -> list[str]:
+    """The documents as text, without their end."""
+    tokenizer = Tokenizer.load(tokenizer_file)
+    (dataset,) = open_datasets(prefix)
+    documents = [dataset.tokens(number).tolist() for number in range(len(dataset))]
+    assert all(ids[-1] == tokenizer.eos_id for ids in documents)
+    return [tokenizer.decode(ids[:-1]) for ids in documents]
+
+
+# Workers and kinds of input
+
+
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, base: Settings) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.jsonl").write_bytes(json_lines(TEXTS[:40]) + b"{bad\n" + json_lines(TEXTS[40:]))
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS) + b"[]\n"))
+    (source / "c.txt.zst").write_bytes(
+        zstandard.compress("\n".join(TEXTS).encode())  # blank lines between documents
+    )
+    for number in range(5):
+        (source / f"d{number}.txt").write_text(f"small {number}\n\nfile\n")
+    reports = {}
+    for workers in (1, 2, 5):
+        manifest = run([source], tmp_path / f"w{workers}", replace(base, workers=workers))
+        reports[workers] = manifest
+    assert content(tmp_path / "w1") == content(tmp_path / "w2") == content(tmp_path / "w5")
+    assert reports[1] == reports[2] == reports[5]
+    assert reports[1]["dropped"]["kinds"] == {"invalid JSON": 1, "not an object": 1}
+    assert [at["line"] for at in reports[1]["dropped"]["first"]] == [41, 91]
+    assert len(list(tmp_path.glob("*.parts"))) == 0
+
+
+def test_every_kind_of_input_gives_the_same_documents(
+    tmp_path: Path, base: Settings, tokenizer_file: Path
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = json_lines(TEXTS)
+    for name in ("a.jsonl", "b.json"):
+        (tmp_path / name).write_bytes(lines)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(lines))
+        (tmp_path / f"{name}.zst").write_bytes(zstandard.compress(lines))
+    table = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=17)
+    filled = [each for each in TEXTS if each]
+    for source in sorted(tmp_path.iterdir()):
+        prefix = tmp_path / f"out_{source.name}"
+        manifest = run([source], prefix, replace(base, workers=1))
+        assert decoded(Path(f"{prefix}_text_document"), tokenizer_file) == filled, source
+        assert manifest["empty_documents"] == len(TEXTS) - len(filled)
+        assert manifest["inputs"] == [
+            {
+                "path": str(source),
+                "bytes": source.stat().st_size,
+                "sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+            }
+        ]
+
+
+def test_wikipedia_lines(tmp_path: Path, base: Settings, tokenizer_file: Path) -> None:
+    page = {
+        "id": "12",
+        "url": "https://a/wiki?curid=12",
+        "title": "Cat",
+        "text": "A cat.\n\nIt sat.",
+    }
+    (tmp_path / "wiki.json").write_text(json.dumps(page) + "\n")
+    run([tmp_path / "wiki.json"], tmp_path / "out", base)
+    assert decoded(tmp_path / "out_text_document", tokenizer_file) == [page["text"]]
+    run([tmp_path / "wiki.json"], tmp_path / "out", replace(base, json_key="title"))
+    assert decoded(tmp_path / "out_title_document", tokenizer_file) == ["Cat"]
+
+
+def test_standard_input(tmp_path: Path, base: Settings, tokenizer_file: Path) -> None:
+    work = tmp_path / "out_text_document.parts"
+    file = spool_stdin(io.BytesIO(json_lines(TEXTS)), work, "jsonl")
+    again = spool_stdin(io.BytesIO(json_lines(TEXTS)), work, "jsonl")
+    other = spool_stdin(io.BytesIO(b"{}\n"), work, "jsonl")
+    assert file == again != other
+    prepare_files([file], tmp_path / "out", base)
+    assert decoded(tmp_path / "out_text_document", tokenizer_file) == [
+        each for each in TEXTS if each
+    ]
+    assert not work.exists()
+    with pytest.raises(UserError, match="--stdin-format csv: choose jsonl or txt"):
+        spool_stdin(io.BytesIO(b""), work, "csv")
+
+
+def test_minimum_length_is_fleetxs(tmp_path: Path, base: Settings, tokenizer_file: Path) -> None:
+    (tmp_path / "in.txt").write_text("123456789\n\n1234567890\n\n")
+    manifest = run([tmp_path / "in.txt"], tmp_path / "out", replace(base, min_length=10))
+    assert decoded(tmp_path / "out_text_document", tokenizer_file) == ["1234567890\n"]
+    assert manifest["short_documents"] == 1
+
+
+def test_without_pyarrow_the_extra_is_named(
+    tmp_path: Path, base: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"pip install 'fourfold\[parquet\]'"):
+        run([tmp_path / "in.parquet"], tmp_path / "out", base)
+
+
+# Output formats
+
+
+def test_fleetx_files(tmp_path: Path, base: Settings, tokenizer_file: Path) -> None:
+    """As the original writes them: blanks around a document stripped, empty ones left out."""
+    (tmp_path / "in.jsonl").write_bytes(json_lines([" the cat\n", "  ", "", "sat"]))
+    run([tmp_path / "in.jsonl"], tmp_path / "out", replace(base, format="fleetx"))
+    tokenizer = Tokenizer.load(tokenizer_file)
+    documents = [[*tokenizer.encode(each), tokenizer.eos_id] for each in ("the cat", "sat")]
+    ids = np.load(tmp_path / "out_ids.npy", allow_pickle=False)
+    assert (ids.dtype, ids.tolist()) == (np.uint16, documents[0] + documents[1])
+    index = np.load(tmp_path / "out_idx.npz", allow_pickle=False)
+    assert (index["lens"].dtype, index["lens"].tolist()) == (np.int32, list(map(len, documents)))
+    assert (index["docs"].dtype, index["docs"].tolist()) == (np.int64, [0, 1, 2])
+    assert decoded(tmp_path / "out", tokenizer_file) == ["the cat", "sat"]
+    saved = io.BytesIO()
+    np.save(saved, ids)
+    assert (tmp_path / "out_ids.npy").read_bytes() == saved.getvalue()
+
+
+def test_names_are_megatrons() -> None:
+    assert dataset_prefix("d/x", "megatron", "body") == Path("d/x_body_document")
+    assert dataset_prefix("d/x", "fleetx", "body") == Path("d/x")
+
+
+# Bad input
+
+BAD = {
+    "invalid JSON": (b'{"text": "cut', "in.jsonl:3: not a line of JSON"),
+    "missing key": (b'{"title": "x"}', "in.jsonl:3: no key 'text' (keys: 'title')"),
+    "not a string": (b'{"text": 5}', "in.jsonl:3: 'text' is of type int, not a string"),
+    "undecodable": (b'{"text": "\xff"}', "in.jsonl:3: not UTF-8"),
+    "not an object": (b'"text"', "in.jsonl:3: of type str, not an object"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_lines(tmp_path: Path, base: Settings, tokenizer_file: Path, kind: str) -> None:
+    line, message = BAD[kind]
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(json_lines(["one", "two"]) + line + b"\n" + json_lines(["three"]))
+    manifest = run([source], tmp_path / "out", base)
+    assert decoded(tmp_path / "out_text_document", tokenizer_file) == ["one", "two", "three"]
+    dropped = manifest["dropped"]
+    assert (dropped["count"], dropped["kinds"]) == (1, {kind: 1})
+    (first,) = dropped["first"]
+    assert f"{first['path']}:{first['line']}: {first['reason']}".startswith(f"{tmp_path}/{message}")
+    with pytest.raises(DataError) as caught:  # --strict
+        run([source], tmp_path / "strict", replace(base, max_bad_lines=0))
+    assert str(caught.value).startswith(f"{tmp_path}/{message}")
+    assert not list(tmp_path.glob("strict*.bin"))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_truncated_archives(
+    tmp_path: Path, base: Settings, tokenizer_file: Path, ending: str
+) -> None:
+    compress = gzip.compress if ending == ".gz" else zstandard.compress
+    texts = [f"{hashlib.sha256(bytes([number])).hexdigest()}" for number in range(200)]
+    source = tmp_path / f"in.jsonl{ending}"
+    # Two members: the first is whole, and so is what it holds.
+    whole = compress(json_lines(texts[:150]))
+    source.write_bytes(whole + compress(json_lines(texts[150:]))[:-40])
+    manifests = {}
+    for workers in (1, 2):
+        settings = replace(base, workers=workers, chunk_bytes=8 * 1000)
+        manifests[workers] = run([source], tmp_path / f"w{workers}", settings)
+    assert manifests[1] == manifests[2]
+    found = decoded(tmp_path / "w1_text_document", tokenizer_file)
+    assert found == texts[: len(found)]
+    assert len(found) >= 150
+    (first,) = manifests[1]["dropped"]["first"]
+    assert first["line"] == len(found) + 1
+    assert first["reason"].startswith("the archive is damaged (it breaks off")
+
+
+def test_damaged_and_strange_parquet(tmp_path: Path, base: Settings) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    good, bad, values = (tmp_path / f"{name}.parquet" for name in ("good", "bad", "values"))
+    parquet.write_table(pyarrow.table({"text": ["one", None, "two"]}), good)
+    parquet.write_table(pyarrow.table({"title": ["one"]}), values)
+    bad.write_bytes(good.read_bytes()[:-20])
+    manifest = run([good, bad], tmp_path / "out", base)
+    assert manifest["dropped"]["kinds"] == {"not a string": 1, "damaged file": 1}
+    assert manifest["dropped"]["first"][0]["line"] == 2
+    with pytest.raises(DataError, match=r"values\.parquet: no column 'text' \(columns: 'title'\)"):
+        run([values], tmp_path / "none", base)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_too_many_bad_lines_stop_at_the_same_place_and_can_be_allowed(
+    tmp_path: Path, base: Settings, workers: int
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes((json_lines(["good text " * 9]) + b"bad\n" + b"{}\n") * 30)
+    settings = replace(base, workers=workers, max_bad_lines=30)
+    with pytest.raises(DataError) as caught:
+        run([source], tmp_path / "out", settings)
+    message = str(caught.value)
+    # 1000 bytes to a part: the second takes the count beyond the limit.
+    assert message.startswith("32 bad lines were passed over (16 invalid JSON, 16 missing key):")
+    assert f"{source}:2: not a line of JSON" in message
+    assert "--max-bad-lines 30" in message
+    assert list((tmp_path / "out_text_document.parts").glob("*/part-*.json"))
+    manifest = run([source], tmp_path / "out", replace(settings, max_bad_lines=60))
+    assert manifest["dropped"]["count"] == 60
+    assert manifest["documents"] == 30
+
+
+def test_nothing_in_the_input(tmp_path: Path, base: Settings) -> None:
+    (tmp_path / "in.jsonl").write_bytes(json_lines(["", ""]) + b"{}\n")
+    with pytest.raises(DataError, match=r"no document with any text[^$]*in\.jsonl:3: no key"):
+        run([tmp_path / "in.jsonl"], tmp_path / "out", base)
+
+
+# Plans and outputs that are there already
+
+
+def test_the_same_again_is_not_done_again(tmp_path: Path, base: Settings) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(json_lines(TEXTS))
+    manifest = run([source], tmp_path / "out", base)
+    before = (tmp_path / "out_text_document.bin").stat().st_mtime_ns
+    assert run([source], tmp_path / "out", replace(base, workers=2)) == manifest
+    assert (tmp_path / "out_text_document.bin").stat().st_mtime_ns == before
+    with pytest.raises(DataError, match=r"exists already.*--overwrite"):
+        run([source], tmp_path / "out", replace(base, append_eod=False))
+    changed = replace(base, append_eod=False, overwrite=True)
+    assert run([source], tmp_path / "out", changed)["tokens"] < manifest["tokens"]
+
+
+def begun(tmp_path: Path, base: Settings) -> Path:
+    """A run that stopped half-way, at a bad line."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(json_lines(TEXTS) + b"bad\n")
+    with pytest.raises(DataError, match="not a line of JSON"):
+        run([source], tmp_path / "out", replace(base, max_bad_lines=0))
+    return source
+
+
+def test_unfinished_work_is_gone_on_with(
+    tmp_path: Path, base: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = begun(tmp_path, base)
+
+    def unread(*_: object) -> None:
+        raise AssertionError("a finished part was read again")
+
+    seen: list[Progress] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(text.ChunkReader, "documents", unread)
+        prepare_files(find_inputs([source]), tmp_path / "out", base, seen.append)
+    assert seen[-1].resumed_bytes == seen[-1].source_total == source.stat().st_size
+    run([source], tmp_path / "fresh", base)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"append_eod": False}, "append_eod True instead of False"),
+        ({"min_length": 3}, "min_length 0 instead of 3"),
+        ({"tokenizer": "other"}, "another tokenizer"),
+        ({}, r"in\.jsonl changed since"),
+    ],
+)
+def test_unfinished_work_of_another_plan_is_refused(
+    tmp_path: Path, base: Settings, change: dict[str, Any], message: str
+) -> None:
+    source = begun(tmp_path, base)
+    if "tokenizer" in change:
+        change = {"tokenizer": str(train(["other text " * 9], 260).save(tmp_path))}
+    if not change:
+        source.write_bytes(json_lines(TEXTS[:50]))
+    with pytest.raises(UserError, match=f"out_text_document.parts: holds unfinished.*{message}"):
+        run([source], tmp_path / "out", replace(base, **change))
+    manifest = run([source], tmp_path / "out", replace(base, overwrite=True, **change))
+    assert manifest == run([source], tmp_path / "fresh", replace(base, **change))
+
+
+def test_two_runs_at_once_are_noticed(tmp_path: Path, base: Settings) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(json_lines(TEXTS))
+
+    def second(_: Progress) -> None:
+        with pytest.raises(UserError, match=r"another `fourfold data prepare` is at work there"):
+            run([source], tmp_path / "out", base)
+
+    prepare_files(find_inputs([source]), tmp_path / "out", base, second)
+
+
+def test_an_input_changed_meanwhile_is_noticed(tmp_path: Path, base: Settings) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(json_lines(TEXTS))
+    files = find_inputs([source])
+    source.write_bytes(json_lines(TEXTS[:50]))
+    with pytest.raises(DataError, match=r"in\.jsonl: changed while it was being prepared"):
+        prepare_files(files, tmp_path / "out", base)
+    assert not list(tmp_path.glob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 0}, "--workers 0: choose 1 or more"),
+        ({"format": "arrow"}, "--format arrow: choose megatron or fleetx"),
+        ({"document_separator": "line"}, "--document-separator line"),
+        ({"max_document_bytes": 0}, "--max-document-mb 0"),
+        ({"json_key": "a/b"}, "--json-key 'a/b'"),
+    ],
+)
+def test_impossible_settings(
+    tmp_path: Path, base: Settings, change: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "in.txt").write_text("x")
+    with pytest.raises(UserError, match=message):
+        run([tmp_path / "in.txt"], tmp_path / "out", replace(base, **change))

@@ -1,0 +1,231 @@
+"""Reading raw text: whatever the chunks, the same documents, each once and in order."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.data.inputs import InputFile, describe_input, find_inputs
+from fourfold.data.text import Bad, ChunkReader, TextRule
+from fourfold.errors import DataError
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def place(number: int, document: str | Bad) -> object:
+    return document if isinstance(document, str) else (number + document.line, document.kind)
+
+
+def read_whole(file: InputFile, rule: TextRule) -> list[object]:
+    return [place(0, each) for each in ChunkReader(rule).documents(file, 0, None)]
+
+
+def read_chunks(file: InputFile, rule: TextRule, size: int, readers: int = 1) -> list[object]:
+    """In chunks of `size`, shared out to several readers in turn, as to several workers."""
+    crew = [ChunkReader(rule) for _ in range(readers)]
+    found: list[object] = []
+    lines = chunk = 0
+    while True:
+        reader = crew[chunk % readers]
+        found += [place(lines, each) for each in reader.documents(file, chunk, size)]
+        lines += reader.num_lines
+        chunk += 1
+        if reader.ended or (not file.compression and chunk * size >= file.num_bytes):
+            return found
+
+
+# The rule for .txt files written out on whole text, with Python's own idea of a line.
+def blank_line_documents(content: bytes) -> list[str]:
+    documents, lines = [], ""
+    for line in io.TextIOWrapper(io.BytesIO(content), "utf-8"):
+        if line.strip():
+            lines += line
+        elif lines:
+            documents.append(lines)
+            lines = ""
+    return [*documents, lines] if lines else documents
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chunks")
+
+
+SIZES = st.integers(1, 40)
+ENDINGS = st.sampled_from(sorted(COMPRESSORS))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text("ab é\u3000\x1c\r\n\n\n", max_size=60),
+    size=SIZES,
+    ending=ENDINGS,
+    readers=st.integers(1, 3),
+)
+def test_blank_line_documents(
+    directory: Path, text: str, size: int, ending: str, readers: int
+) -> None:
+    path = directory / f"in.txt{ending}"
+    path.write_bytes(COMPRESSORS[ending](text.encode()))
+    file, rule = describe_input(path), TextRule()
+    expected = blank_line_documents(text.encode())
+    assert read_whole(file, rule) == expected
+    assert read_chunks(file, rule, size, readers) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    lines=st.lists(
+        st.text("xy\n", max_size=8).map(lambda text: json.dumps({"text": text}).encode())
+        | st.sampled_from([b"", b"  ", b"{", b'{"other": 1}', b'{"text": 1}', b"\xff", b"x" * 99]),
+        max_size=12,
+    ),
+    last=st.sampled_from([b"", b"\n"]),
+    size=SIZES,
+    ending=ENDINGS,
+    readers=st.integers(1, 3),
+)
+def test_json_lines(
+    directory: Path, lines: list[bytes], last: bytes, size: int, ending: str, readers: int
+) -> None:
+    path = directory / f"in.jsonl{ending}"
+    path.write_bytes(COMPRESSORS[ending](b"\n".join(lines) + last))
+    file, rule = describe_input(path), TextRule(max_document_bytes=50)
+    whole = read_whole(file, rule)
+    assert read_chunks(file, rule, size, readers) == whole
+    assert [text for text in whole if isinstance(text, str)] == [
+        json.loads(line)["text"] for line in lines if line.startswith(b'{"text": "')
+    ]
+    assert [entry for entry in whole if not isinstance(entry, str)] == [
+        (number, kind)
+        for number, line in enumerate(lines, start=1)
+        if (
+            kind := {
+                b"{": "invalid JSON",
+                b'{"other": 1}': "missing key",
+                b'{"text": 1}': "not a string",
+                b"\xff": "undecodable",
+                b"x" * 99: "too long",
+            }.get(line)
+        )
+    ]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rows=st.lists(st.sampled_from(["one", "two words", "", "long " * 30]), max_size=12),
+    kind=st.sampled_from(["txt", "jsonl"]),
+    ending=st.sampled_from([".gz", ".zst"]),
+    size=SIZES,
+    readers=st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_broken_archive_is_said_once_whatever_the_chunks(
+    directory: Path,
+    rows: list[str],
+    kind: str,
+    ending: str,
+    size: int,
+    readers: int,
+    data: st.DataObject,
+) -> None:
+    lines = rows if kind == "txt" else [json.dumps({"text": row}) for row in rows]
+    whole = "".join(line + "\n" for line in lines)
+    archive = COMPRESSORS[ending](whole.encode())
+    path = directory / f"broken.{kind}{ending}"
+    path.write_bytes(archive[: data.draw(st.integers(1, len(archive) - 1))])
+    file, rule = describe_input(path), TextRule(max_document_bytes=100)
+    found = read_whole(file, rule)
+    assert read_chunks(file, rule, size, readers) == found
+    damage = [entry for entry in found if isinstance(entry, tuple) and entry[1] == "damaged file"]
+    too_long = [entry for entry in found if isinstance(entry, tuple) and entry[1] == "too long"]
+    assert len(damage) == 1 or too_long
+    assert not damage or found[-1] == damage[0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(content=st.binary(max_size=120), ending=ENDINGS, kind=st.sampled_from(["txt", "jsonl"]))
+def test_any_bytes_are_read_or_reported(
+    directory: Path, content: bytes, ending: str, kind: str
+) -> None:
+    path = directory / f"any.{kind}{ending}"
+    path.write_bytes(content)
+    file, rule = describe_input(path), TextRule()
+    whole = read_whole(file, rule)
+    assert all(isinstance(entry, (str, tuple)) for entry in whole)
+    assert read_chunks(file, rule, 7, 2) == whole
+
+
+def test_members_and_frames_in_one_file(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst"):
+        path = tmp_path / f"two.txt{ending}"
+        path.write_bytes(COMPRESSORS[ending](b"one\n\ntw") + COMPRESSORS[ending](b"o\n"))
+        assert read_whole(describe_input(path), TextRule()) == ["one\n", "two\n"]
+
+
+def test_one_document_per_file(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes("\ufeffone\r\n\r\ntwo é".encode())
+    rule = TextRule(document_separator="file")
+    assert read_whole(describe_input(path), rule) == ["one\n\ntwo é"]
+    path.write_bytes(b"")
+    assert read_whole(describe_input(path), rule) == []
+    path.write_bytes(b"fine\n\xff\n")
+    assert read_whole(describe_input(path), rule) == [(2, "undecodable")]
+
+
+def test_a_document_longer_than_allowed_is_bad_and_the_next_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("a line\n" * 20 + "\nshort\n")
+    rule = TextRule(max_document_bytes=50)
+    assert read_whole(describe_input(path), rule) == [(8, "too long"), "short\n"]
+    assert read_chunks(describe_input(path), rule, 10) == [(8, "too long"), "short\n"]
+
+
+# Which files
+
+
+def test_directories_and_globs_in_order(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/1.jsonl.gz", "a.json", "c.parquet", "notes.md", ".hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    names = ["a.json", "b/1.jsonl.gz", "b/2.txt", "c.parquet"]
+    found = [str(file.path.relative_to(tmp_path)) for file in find_inputs([tmp_path])]
+    assert found == names
+    found = [file.path.name for file in find_inputs([tmp_path / "b" / "*", tmp_path / "a.json"])]
+    assert found == ["1.jsonl.gz", "2.txt", "a.json"]
+
+
+def test_prepared_data_in_the_directory_is_not_text(tmp_path: Path) -> None:
+    for name in ("text.jsonl", "x_text_document.bin", "x_text_document.json", "y.parts/plan.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [file.path.name for file in find_inputs([tmp_path])] == ["text.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.txt", r"absent\.txt: cannot be read \(No such file"),
+        ("*.txt", r"\*\.txt: no file matches"),
+        ("empty", "empty: the directory holds no text"),
+        ("empty/../notes.md", r"notes\.md: not a known kind of text"),
+    ],
+)
+def test_inputs_that_are_none(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.md").write_text("x")
+    with pytest.raises(DataError, match=message):
+        find_inputs([tmp_path / name])
