@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -43,14 +44,28 @@ def open_datasets(
     return datasets
 
 
+def prepared_name(output_prefix: Path) -> Path:
+    """`x_text_document` for `x`, where that is the only dataset of such a name; else `x`.
+
+    Megatron's way of preparing takes the one as output prefix and writes the other.
+    """
+    pattern = f"{glob.escape(output_prefix.name)}_*_document.idx"
+    files = output_prefix.parent.glob(pattern) if output_prefix.name else ()
+    found = {prefix_of(file) for file in files}
+    return found.pop() if len(found) == 1 else output_prefix
+
+
 def _exists(path: Path) -> bool:
-    return path.is_dir() or bool(_readers_of(path))
+    return path.is_dir() or bool(_readers_of(path) or _readers_of(prepared_name(path)))
 
 
 def _open_one(path: Path) -> list[TokenDataset]:
     if path.is_dir():
         return _open_directory(path)
     readers = _readers_of(path)
+    if not readers:
+        path = prepared_name(path)
+        readers = _readers_of(path)
     if not readers:
         raise DataError(f"{path}: no such directory or dataset; {EXPECTED}")
     prefix = prefix_of(path)

@@ -10,7 +10,6 @@ and in each case `x.json`, the manifest, if Fourfold wrote them.
 
 from __future__ import annotations
 
-import glob
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.data.dataset import TokenDataset, blocks, mapping_of, prefix_of, read_manifest
-from fourfold.data.discovery import EXPECTED, MARKS
+from fourfold.data.discovery import EXPECTED, MARKS, prepared_name
 from fourfold.data.megatron import HEADER
 from fourfold.data.npy import NpzFile, map_bytes
 from fourfold.errors import DataError
@@ -80,15 +79,10 @@ def formats_at(prefix: Path) -> list[str]:
 
 
 def full_name(path: Path) -> Path:
-    """`x` as `x_text_document` where only that exists.
-
-    Megatron's way of preparing takes the one as output prefix and writes the other.
-    """
+    """`x` as `x_text_document` where only that exists."""
     if path.is_dir() or formats_at(prefix_of(path)) or read_manifest(path) is not None:
         return path
-    pattern = f"{glob.escape(path.name)}_*_document.idx"
-    longer = {prefix_of(file) for file in path.parent.glob(pattern)} if path.name else set()
-    return longer.pop() if len(longer) == 1 else path
+    return prepared_name(path)
 
 
 def find_prefixes(path: Path) -> list[Path]:

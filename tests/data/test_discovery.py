@@ -95,3 +95,11 @@ def test_one_prefix_in_two_formats_would_count_twice(tmp_path: Path) -> None:
 def test_opening_data_does_not_wait_for_torch() -> None:
     program = "import sys, fourfold.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_output_prefix_of_preparing_names_its_dataset(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "wiki_text_document", [[1]])
+    assert names(tmp_path / "wiki") == ["wiki_text_document.bin"]
+    write_megatron(tmp_path / "wiki_title_document", [[1]])
+    with pytest.raises(DataError, match="no such directory or dataset"):
+        open_datasets(tmp_path / "wiki")
