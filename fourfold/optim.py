@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from fourfold.model.names import is_bias, is_norm
 
@@ -66,6 +68,28 @@ def is_decayed(name: str) -> bool:
     return not is_bias(name) and not is_norm(name)
 
 
+@dataclass
+class Group:
+    """Parameters that share a weight decay, with Adam's state of each."""
+
+    parameters: list[torch.nn.Parameter]
+    weight_decay: float
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+    steps: list[Tensor]
+
+    @classmethod
+    def of(cls, parameters: list[torch.nn.Parameter], weight_decay: float) -> Group:
+        """The moments exist from the start, so that loading has somewhere to put them."""
+        return cls(
+            parameters,
+            weight_decay,
+            exp_avg=[torch.zeros_like(p.data) for p in parameters],
+            exp_avg_sq=[torch.zeros_like(p.data) for p in parameters],
+            steps=[torch.zeros((), device=p.device) for p in parameters],
+        )
+
+
 class Optimizer:
     """AdamW over named fp32 parameters, with the clip folded into the update.
 
@@ -84,41 +108,23 @@ class Optimizer:
         tensor_fusion: bool = False,
     ) -> None:
         self.parameters = parameters
+        self.betas = betas
+        self.epsilon = epsilon
         self.grad_clip = grad_clip
         self.tensor_fusion = tensor_fusion
         self.updates = 0
-        decayed = {name: p for name, p in parameters.items() if is_decayed(name)}
-        spared = {name: p for name, p in parameters.items() if not is_decayed(name)}
-        groups = [(decayed, weight_decay), (spared, 0.0)]
-        self.flats = [_flatten(members) for members, _ in groups] if tensor_fusion else []
-        tensors = [[flat] for flat in self.flats] or [
-            list(members.values()) for members, _ in groups
-        ]
-        self.adamw = torch.optim.AdamW(
-            [{"params": ps, "weight_decay": decay} for ps, (_, decay) in zip(tensors, groups)],
-            lr=0.0,
-            betas=betas,
-            eps=epsilon,
-            fused=True,
-        )
-        self._create_state()
-
-    def _create_state(self) -> None:
-        """Moments exist from the start, so that loading has somewhere to put them."""
-        for group in self.adamw.param_groups:
-            for parameter in group["params"]:
-                self.adamw.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        decayed = [p for name, p in parameters.items() if is_decayed(name)]
+        spared = [p for name, p in parameters.items() if not is_decayed(name)]
+        if tensor_fusion:
+            decayed, spared = [_flatten(decayed)], [_flatten(spared)]
+        self.groups = [Group.of(decayed, weight_decay), Group.of(spared, 0.0)]
 
     def gradient_norm(self) -> Tensor:
         """Global L2 norm of the gradients as they stand (still times the loss scale)."""
-        owners = self.flats or list(self.parameters.values())
-        gradients = [p.grad for p in owners if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        gradients = [p.grad for group in self.groups for p in group.parameters]
+        return torch.nn.utils.get_total_norm([g for g in gradients if g is not None], foreach=True)
 
+    @torch.no_grad()
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
         """One step with gradients divided by the loss scale and clipped to `grad_clip`.
 
@@ -128,54 +134,81 @@ class Optimizer:
         divisor = loss_scale
         if self.grad_clip > 0:
             divisor *= max(norm, self.grad_clip) / self.grad_clip
-        device = next(iter(self.parameters.values())).device
-        self.adamw.grad_scale = (  # type: ignore[attr-defined]
-            torch.tensor(divisor, dtype=torch.float32, device=device) if divisor != 1.0 else None
-        )
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
+        for group in self.groups:
+            gradients = [p.grad for p in group.parameters]
+            assert all(gradient is not None for gradient in gradients), "every parameter is used"
+            # torch's functional form: its optimizer classes would import the compiler first.
+            adamw(
+                cast(list[Tensor], group.parameters),
+                cast(list[Tensor], gradients),
+                group.exp_avg,
+                group.exp_avg_sq,
+                [],
+                group.steps,
+                fused=True,
+                grad_scale=torch.tensor(divisor, device=group.steps[0].device),
+                amsgrad=False,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=learning_rate,
+                weight_decay=group.weight_decay,
+                eps=self.epsilon,
+                maximize=False,
+            )
         self.updates += 1
 
     def zero_grad(self) -> None:
-        # Flat gradients are views that must stay where they are; others are freed.
-        self.adamw.zero_grad(set_to_none=not self.tensor_fusion)
+        """Forget the gradients; flat ones are views that must stay where they are."""
+        for group in self.groups:
+            for parameter in group.parameters:
+                if not self.tensor_fusion:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
 
     def named_moments(self) -> dict[str, Tensor]:
         """`<parameter>.exp_avg` and `<parameter>.exp_avg_sq` for every parameter, as views."""
-        return {
-            f"{name}.{key}": self._moment(parameter, key)
-            for key in ("exp_avg", "exp_avg_sq")
-            for name, parameter in self.parameters.items()
-        }
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for key, moment in self._moments(parameter).items():
+                moments[f"{name}.{key}"] = moment
+        return moments
 
-    def _moment(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
-        if not self.tensor_fusion:
-            return self.adamw.state[parameter][key]
-        flat = next(flat for flat in self.flats if _is_view_of(parameter, flat))
-        start = parameter.storage_offset()
-        return self.adamw.state[flat][key][start : start + parameter.numel()].view_as(parameter)
+    def _moments(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+        for group in self.groups:
+            for owner, first, second in zip(group.parameters, group.exp_avg, group.exp_avg_sq):
+                if owner is parameter:
+                    return {"exp_avg": first, "exp_avg_sq": second}
+                if self.tensor_fusion and _is_view_of(parameter, owner):
+                    start = parameter.storage_offset()
+                    piece = slice(start, start + parameter.numel())
+                    return {
+                        "exp_avg": first[piece].view_as(parameter),
+                        "exp_avg_sq": second[piece].view_as(parameter),
+                    }
+        raise AssertionError("every parameter is in a group")
 
     def restore_updates(self, updates: int) -> None:
         """Set the number of updates done, which corrects Adam's bias."""
         self.updates = updates
-        for state in self.adamw.state.values():
-            state["step"].fill_(float(updates))
+        for group in self.groups:
+            for step in group.steps:
+                step.fill_(float(updates))
 
 
 def _is_view_of(parameter: Tensor, flat: Tensor) -> bool:
     return parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-def _flatten(members: dict[str, torch.nn.Parameter]) -> torch.nn.Parameter:
+def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:
     """One tensor that holds all members end to end; they become views of it, and so their grads."""
-    total = sum(p.numel() for p in members.values())
-    first = next(iter(members.values()))
-    flat = torch.nn.Parameter(torch.empty(total, dtype=first.dtype, device=first.device))
+    total = sum(p.numel() for p in members)
+    like = members[0]
+    flat = torch.nn.Parameter(torch.empty(total, dtype=like.dtype, device=like.device))
     flat.grad = torch.zeros_like(flat)
     start = 0
     with torch.no_grad():
-        for parameter in members.values():
+        for parameter in members:
             stop = start + parameter.numel()
             flat[start:stop].copy_(parameter.reshape(-1))
             parameter.data = flat.data[start:stop].view_as(parameter)

@@ -52,6 +52,9 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features)
         self.fused = fused
 
+    def reset_parameters(self) -> None:
+        """Nothing: weights come from init.py or a checkpoint, never from torch's defaults."""
+
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
             return F.linear(x, self.weight, self.bias)
@@ -60,6 +63,9 @@ class Linear(nn.Linear):
 
 class LayerNorm(nn.LayerNorm):
     """LayerNorm computed in the precision of its own weights, which stay fp32 in pure fp16."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, as for `Linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
@@ -133,11 +139,16 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as for `Linear`."""
+
+
 class Embeddings(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.word = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.position = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
+        self.word = Embedding(shape.vocab_size, shape.hidden_size)
+        self.position = Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.dropout = shape.hidden_dropout_prob
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
