@@ -39,7 +39,7 @@ def test_megatron_blend_fixture(part: str, tmp_path: Path) -> None:
     mixture, wanted, case = fixture_mixture(part, tmp_path, "megatron_core")
     tokens = np.stack([mixture[i] for i in range(wanted)])
     assert np.array_equal(tokens, expected[f"{part}_tokens"])
-    batch = Loader(mixture, wanted, eos_token_id=case["eod"]).batch(0)  # type: ignore[arg-type]
+    batch = Loader(mixture, wanted, eos_token_id=case["eod"]).batch(0)
     assert np.array_equal(batch.loss_mask.numpy(), expected[f"{part}_loss_mask"])
     assert batch.global_valid_tokens == expected[f"{part}_loss_mask"].sum()
 
@@ -184,10 +184,7 @@ def test_weights_changed_mid_run_under_another_degree_lose_and_repeat_nothing(
     batch, served = 8, []
 
     def serve(mixture: Mixture, steps: range, ranks: int) -> None:
-        loaders = [
-            Loader(mixture, batch, rank=rank, size=ranks)  # type: ignore[arg-type]
-            for rank in range(ranks)
-        ]
+        loaders = [Loader(mixture, batch, rank=rank, size=ranks) for rank in range(ranks)]
         for step in steps:
             for loader in loaders:
                 made = loader.batch(step)

@@ -159,7 +159,7 @@ def peak_megabytes(pid: int) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_for_two_gigabytes(tmp_path: Path, script: Path, tokenizer_file: Path) -> None:
-    """The bound of the documentation: each process stays below 500 MB."""
+    """Half the bound of the documentation: these documents are small."""
     line = json.dumps({"text": "the cat sat on the mat, été\n" * 400}).encode() + b"\n"
     with (tmp_path / "in.jsonl").open("wb") as file:
         for _ in range(200):
