@@ -2,6 +2,7 @@
 
 The whole network in one file, written for one device. `GPT(shape)(tokens)` gives logits;
 with labels it gives the summed loss without ever holding all the logits (see loss.py).
+`GPT.keep` cuts a model down to some of its layers, with the same parameter names.
 
 Letters in shape comments: B batch, T positions, D hidden, H heads, K head size, V vocabulary.
 """
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.model.loss import compute_dtype, head_cross_entropy
+from fourfold.model.loss import Vocabulary, compute_dtype, head_cross_entropy
 from fourfold.model.seeds import mix_seed
 
 
@@ -106,8 +107,9 @@ class Attention(nn.Module):
         self.out = Linear(shape.hidden_size, shape.hidden_size, shape.fused_linear)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
+        qkv = self.qkv(x)  # (B, T, 3 D)
+        B, T, _ = qkv.shape
+        qkv = qkv.view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, H, T, K) each
         mixed = self.core(q, k, v, mask)  # (B, H, T, K)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
@@ -168,8 +170,39 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(allowed.tril_(), 0.0).unsqueeze(1)
 
 
+class Head(nn.Module):
+    """The last step: logits, or the loss straight from the hidden states. The weight is given."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.chunk_tokens = shape.loss_chunk_tokens
+        self.vocabulary = Vocabulary()
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        loss_scale: float | Tensor,
+    ) -> Tensor:
+        if labels is None:
+            return F.linear(x.to(weight.dtype), weight)  # (B, T, V)
+        if loss_mask is None:
+            loss_mask = torch.ones_like(labels, dtype=torch.float32)
+        return head_cross_entropy(
+            x.flatten(0, 1),
+            weight,
+            labels.flatten(),
+            loss_mask.flatten(),
+            loss_scale,
+            self.chunk_tokens,
+            self.vocabulary,
+        )
+
+
 class GPT(nn.Module):
-    """The model. Layers are keyed by their number, so names survive a split into stages."""
+    """The model. Layers are keyed by their number, so names survive a cut into parts."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -177,59 +210,70 @@ class GPT(nn.Module):
         self.embeddings = Embeddings(shape)
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.head = Head(shape)
+        self.is_first = self.is_last = True
         self.has_dropout = shape.hidden_dropout_prob > 0 or shape.attention_probs_dropout_prob > 0
+
+    def keep(self, layers: range) -> None:
+        """Drop all but these layers, and the embeddings and the head where they are not next to
+        them. The part that ends the network keeps the word embedding, which is its head."""
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == self.shape.num_layers
+        for number in set(range(self.shape.num_layers)) - set(layers):
+            del self.layers[str(number)]
+        if not self.is_first:
+            del self.embeddings.position
+        if not self.is_last:
+            del self.norm
+        if not self.is_first and not self.is_last:
+            del self.embeddings
 
     def forward(
         self,
-        tokens: Tensor,
+        inputs: Tensor,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
         loss_scale: float | Tensor = 1.0,
-        dropout_seed: int = 0,
+        dropout_seed: int | Tensor = 0,
     ) -> Tensor:
         """Logits (B, T, V) or, with labels, `loss_scale` times the sum of the token losses.
 
-        With `document_ids` (B, T) tokens attend only to those with the same id before them.
+        `inputs` are the tokens (B, T); where a part of the network is not its first, the hidden
+        states (B, T, D) the part before gave. With `document_ids` (B, T) tokens attend only to
+        those with the same id before them.
 
         The caller puts the division by the number of valid tokens of the global batch into
         `loss_scale`: then micro-batches simply add up, however the batch is cut.
         """
-        x = self.hidden(tokens, position_ids, document_ids, dropout_seed)
-        head = self.embeddings.word.weight  # (V, D): the head is tied
-        if labels is None:
-            return F.linear(x.to(head.dtype), head)
-        if loss_mask is None:
-            loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        return head_cross_entropy(
-            x.flatten(0, 1),
-            head,
-            labels.flatten(),
-            loss_mask.flatten(),
-            loss_scale,
-            self.shape.loss_chunk_tokens,
-        )
+        x = self.hidden(inputs, position_ids, document_ids, dropout_seed)
+        if not self.is_last:
+            return x
+        return self.head(self.norm(x), self.embeddings.word.weight, labels, loss_mask, loss_scale)
 
     def hidden(
         self,
-        tokens: Tensor,
+        inputs: Tensor,
         position_ids: Tensor | None,
         document_ids: Tensor | None,
-        dropout_seed: int,
+        dropout_seed: int | Tensor,
     ) -> Tensor:
-        """The final hidden states (B, T, D).
+        """The hidden states (B, T, D) after the last layer here.
 
         With dropout the generator is seeded anew before every layer, from the caller's seed and
         the layer's number: a mask is a function of where it stands, not of what ran before.
         """
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
         reseed = self.training and self.has_dropout
-        if reseed:
-            torch.manual_seed(mix_seed(dropout_seed, "embeddings"))
-        x = self.embeddings(tokens, position_ids)
+        seed = int(dropout_seed) if reseed else 0
+        x = inputs
+        if self.is_first:
+            if position_ids is None:
+                position_ids = torch.arange(inputs.shape[1], device=inputs.device)
+            if reseed:
+                torch.manual_seed(mix_seed(seed, "embeddings"))
+            x = self.embeddings(inputs, position_ids)
         mask = (
             None
             if document_ids is None
@@ -237,6 +281,6 @@ class GPT(nn.Module):
         )
         for number, layer in self.layers.items():
             if reseed:
-                torch.manual_seed(mix_seed(dropout_seed, number))
+                torch.manual_seed(mix_seed(seed, number))
             x = layer(x, mask)
-        return self.norm(x)
+        return x

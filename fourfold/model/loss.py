@@ -22,11 +22,13 @@ def head_cross_entropy(
     loss_mask: Tensor,
     scale: float | Tensor,
     chunk_tokens: int,
+    vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """`scale` · Σ mask · −log softmax(hidden · headᵀ)[label], as an fp32 scalar."""
+    """`scale` · Σ mask · −log softmax(hidden · headᵀ)[label], as a scalar in fp32 or wider."""
     dtype = compute_dtype(hidden.device, head.dtype)
-    weights = loss_mask.float() * scale  # (N,)
-    return _HeadCrossEntropy.apply(hidden, head, labels, weights, chunk_tokens, dtype)
+    weights = loss_mask.to(_wide(dtype)) * scale  # (N,)
+    vocabulary = vocabulary or Vocabulary()
+    return _HeadCrossEntropy.apply(hidden, head, labels, weights, chunk_tokens, dtype, vocabulary)
 
 
 def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
@@ -34,6 +36,32 @@ def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return otherwise
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over the vocabulary are made in."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class Vocabulary:
+    """How a row of logits becomes probabilities where the head is whole.
+
+    Where each process holds some rows of the head, another class with this method stands in.
+    """
+
+    def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn logits (C, V) into probabilities, in place, for targets (C, 1).
+
+        Returns the token losses (C, 1) as well, and what to subtract from the probabilities at
+        `target` for the gradient: 1, or 0 where the target's row is not here.
+        """
+        target_logit = logits.gather(1, target)
+        largest, where = logits.max(dim=1, keepdim=True)
+        probabilities = torch.softmax(logits, dim=1, out=logits)
+        # The largest probability is at least 1/V, so its logarithm is exact enough to give
+        # back the normaliser; that of the target may have underflowed.
+        logsumexp = largest - probabilities.gather(1, where).log()
+        return logsumexp - target_logit, target, torch.ones_like(target_logit)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -52,48 +80,49 @@ class _HeadCrossEntropy(torch.autograd.Function):
         weights: Tensor,  # (N,) mask times scale
         chunk_tokens: int,
         dtype: torch.dtype,
+        vocabulary: Vocabulary,
     ) -> Tensor:
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
-        low_head = head.to(dtype)
+        low_head, wide = head.to(dtype), _wide(dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if wants_head else None
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_head = torch.zeros_like(head, dtype=wide) if wants_head else None
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
 
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             low_hidden = hidden[chunk].to(dtype)  # (C, D)
-            logits = (low_hidden @ low_head.t()).float()  # (C, V)
-            target = labels[chunk].unsqueeze(1)  # (C, 1)
             weight = weights[chunk].unsqueeze(1)  # (C, 1)
-            target_logit = logits.gather(1, target)
-            largest, where = logits.max(dim=1, keepdim=True)
             # In place: these are the largest tensors of the step and every pass over them counts.
-            probabilities = torch.softmax(logits, dim=1, out=logits)
-            # The largest probability is at least 1/V, so its logarithm is exact enough to give
-            # back the normaliser; that of the target may have underflowed.
-            logsumexp = largest - probabilities.gather(1, where).log()
-            loss += torch.sum((logsumexp - target_logit) * weight)
+            probabilities = (low_hidden @ low_head.t()).to(wide)  # (C, V), logits until normalized
+            losses, target, here = vocabulary.normalize(probabilities, labels[chunk].unsqueeze(1))
+            loss += torch.sum(losses * weight)
             if not (wants_hidden or wants_head):
                 continue
             # d loss / d logits = weight · (softmax − one-hot)
-            grad = probabilities.mul_(weight).scatter_add_(1, target, -weight).to(dtype)
+            grad = probabilities.mul_(weight).scatter_add_(1, target, -weight * here).to(dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = grad @ low_head
             if grad_head is not None:
-                if dtype == torch.float32:
+                if dtype == wide:
                     grad_head.addmm_(grad.t(), low_hidden)
                 else:
                     grad_head += grad.t() @ low_hidden
 
-        ctx.head_dtype = head.dtype
-        ctx.save_for_backward(grad_hidden, grad_head)
+        # Not `save_for_backward`: these are ours alone, and changed in place by the backward pass.
+        ctx.gradients = [grad_hidden, grad_head]
+        ctx.dtypes = [hidden.dtype, head.dtype]
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
-        if grad_head is not None:
-            grad_head = grad_head.mul_(upstream).to(ctx.head_dtype)
-        return grad_hidden, grad_head, None, None, None, None
+        # A pipeline schedule that splits the backward pass comes here twice with one upstream.
+        if not hasattr(ctx, "multiplied"):
+            for gradient in ctx.gradients:
+                if gradient is not None:
+                    gradient.mul_(upstream.to(gradient.dtype))
+            ctx.multiplied = True
+        grad_hidden, grad_head = (
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
+        )
+        return grad_hidden, grad_head, None, None, None, None, None
