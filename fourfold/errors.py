@@ -6,6 +6,12 @@ says what was given, what it breaks and what to do. Anything else that escapes i
 
 from __future__ import annotations
 
+import sys
+import traceback
+
+USER_ERROR_EXIT = 2
+INTERRUPTED_EXIT = 130
+
 
 class UserError(Exception):
     """Something the user gave, or a file on their disk, that we cannot work with."""
@@ -25,3 +31,15 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, torn, corrupted or of another model."""
+
+
+def report(error: BaseException) -> int:
+    """Say on standard error what ended a process; the exit code it should end with."""
+    if isinstance(error, UserError):
+        print(f"fourfold: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT
+    if isinstance(error, KeyboardInterrupt):
+        print("fourfold: interrupted", file=sys.stderr)
+        return INTERRUPTED_EXIT
+    traceback.print_exception(error, file=sys.stderr)
+    return 1

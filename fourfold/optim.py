@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fourfold.model.names import is_bias, is_norm
+from fourfold.parallel.pieces import local
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,18 @@ class Group:
     @classmethod
     def of(cls, parameters: list[torch.nn.Parameter], weight_decay: float) -> Group:
         """The moments exist from the start, so that loading has somewhere to put them."""
+        held = [local(p.data) for p in parameters]
         return cls(
             parameters,
             weight_decay,
-            exp_avg=[torch.zeros_like(p.data) for p in parameters],
-            exp_avg_sq=[torch.zeros_like(p.data) for p in parameters],
-            steps=[torch.zeros((), device=p.device) for p in parameters],
+            exp_avg=[torch.zeros_like(tensor) for tensor in held],
+            exp_avg_sq=[torch.zeros_like(tensor) for tensor in held],
+            steps=[torch.zeros((), device=tensor.device) for tensor in held],
         )
+
+    def filled(self) -> list[int]:
+        """The places of those of which this rank holds anything: sharding can leave it none."""
+        return [i for i, moment in enumerate(self.exp_avg) if moment.numel() > 0]
 
 
 class Optimizer:
@@ -119,11 +125,6 @@ class Optimizer:
             decayed, spared = [_flatten(decayed)], [_flatten(spared)]
         self.groups = [Group.of(decayed, weight_decay), Group.of(spared, 0.0)]
 
-    def gradient_norm(self) -> Tensor:
-        """Global L2 norm of the gradients as they stand (still times the loss scale)."""
-        gradients = [p.grad for group in self.groups for p in group.parameters]
-        return torch.nn.utils.get_total_norm([g for g in gradients if g is not None], foreach=True)
-
     @torch.no_grad()
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
         """One step with gradients divided by the loss scale and clipped to `grad_clip`.
@@ -135,16 +136,19 @@ class Optimizer:
         if self.grad_clip > 0:
             divisor *= max(norm, self.grad_clip) / self.grad_clip
         for group in self.groups:
-            gradients = [p.grad for p in group.parameters]
-            assert all(gradient is not None for gradient in gradients), "every parameter is used"
+            filled = group.filled()
+            if not filled:
+                continue
+            parameters = [group.parameters[i] for i in filled]
+            assert all(p.grad is not None for p in parameters), "every parameter is used"
             # torch's functional form: its optimizer classes would import the compiler first.
             adamw(
-                cast(list[Tensor], group.parameters),
-                cast(list[Tensor], gradients),
-                group.exp_avg,
-                group.exp_avg_sq,
+                [local(p.data) for p in parameters],
+                [local(cast(Tensor, p.grad)) for p in parameters],
+                [group.exp_avg[i] for i in filled],
+                [group.exp_avg_sq[i] for i in filled],
                 [],
-                group.steps,
+                [group.steps[i] for i in filled],
                 fused=True,
                 grad_scale=torch.tensor(divisor, device=group.steps[0].device),
                 amsgrad=False,

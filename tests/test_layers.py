@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ORDER = "errors config tokenizer data model mesh parallel optim metrics checkpoint engine"
-LINE = [*ORDER.split(), "generate", "plan", "cli"]
+ORDER = "errors heartbeat config tokenizer data model mesh parallel optim metrics checkpoint engine"
+LINE = [*ORDER.split(), "generate", "plan", "launch", "cli"]
 PACKAGE = Path(__file__).parent.parent / "fourfold"
 
 
@@ -41,7 +41,7 @@ def test_imports_run_left_to_right(file: Path) -> None:
     assert not right, f"{own} imports {sorted(right)}, which stand to its right"
 
 
-@pytest.mark.parametrize("part", ["config", "tokenizer", "errors"])
+@pytest.mark.parametrize("part", ["config", "tokenizer", "errors", "heartbeat"])
 def test_light_parts_import_no_torch(part: str) -> None:
     for file in FILES:
         if part_of(file) == part:

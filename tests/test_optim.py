@@ -83,6 +83,10 @@ def set_gradients(parameters: dict[str, nn.Parameter], step: int, scale: float =
             parameter.grad.copy_(gradient)
 
 
+def gradient_norm(parameters: dict[str, nn.Parameter]) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in parameters.values()]))
+
+
 @pytest.mark.parametrize("fusion", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_equals_torchs_adamw_with_its_clipping(fusion: bool, scale: float) -> None:
@@ -97,7 +101,7 @@ def test_equals_torchs_adamw_with_its_clipping(fusion: bool, scale: float) -> No
         optimizer.zero_grad()
         set_gradients(ours, step, scale)
         set_gradients(theirs, step)
-        norm = float(optimizer.gradient_norm()) / scale
+        norm = gradient_norm(ours) / scale
         optimizer.update(0.01 * step, norm, scale)
         expected = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
         assert norm == pytest.approx(float(expected), rel=1e-6)
@@ -113,7 +117,7 @@ def test_no_clip_leaves_large_gradients_alone() -> None:
     for parameters, clip in ((clipped, 1e-3), (free, 0.0)):
         optimizer = make_optimizer(parameters, grad_clip=clip, epsilon=1.0)
         set_gradients(parameters, 1)
-        optimizer.update(0.1, float(optimizer.gradient_norm()))
+        optimizer.update(0.1, gradient_norm(parameters))
     assert not torch.allclose(clipped["a.weight"], free["a.weight"])
 
 
@@ -122,7 +126,7 @@ def test_moments_move_between_fused_and_unfused(saved: bool, loaded: bool) -> No
     first = make_parameters()
     before = make_optimizer(first, tensor_fusion=saved)
     set_gradients(first, 1)
-    before.update(0.01, float(before.gradient_norm()))
+    before.update(0.01, gradient_norm(first))
 
     second = make_parameters()
     after = make_optimizer(second, tensor_fusion=loaded)

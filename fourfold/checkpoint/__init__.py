@@ -2,25 +2,37 @@
 
 A checkpoint is a directory of safetensors files, `state.json` and `manifest.json`; nothing in it
 is ever unpickled. Tensors are keyed by name ("model.layers.0.attn.qkv.weight",
-"optim.layers.0.attn.qkv.weight.exp_avg") and stored whole, so a checkpoint does not know the
-layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale, configuration.
+"optim.layers.0.attn.qkv.weight.exp_avg"). Each rank writes the rectangles of them it is given and
+asks for the rectangles it wants, so a checkpoint does not know the layout that wrote it. `state`
+is plain JSON: step, samples consumed, loss scale, configuration.
 
     save(output_dir, step, tensors, state)        commits output_dir/step_N by rename
+    begin_save(...)                               the same, written in the background
     resume(where, tensors, on_notice)             fills tensors from the newest good checkpoint
     load(directory, tensors)                      fills tensors from this one, or raises
+    merge(source, target)                         the same checkpoint with every tensor whole
 
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
 """
 
+from fourfold.checkpoint.crew import Crew
 from fourfold.checkpoint.directory import candidates, named
 from fourfold.checkpoint.manifest import MismatchError
+from fourfold.checkpoint.merging import merge
+from fourfold.checkpoint.pieces import Piece, Tensors
 from fourfold.checkpoint.reading import load, read_state, resume, tensor_names, verify
-from fourfold.checkpoint.writing import save
+from fourfold.checkpoint.writing import PendingSave, begin_save, save
 
 __all__ = [
+    "Crew",
     "MismatchError",
+    "PendingSave",
+    "Piece",
+    "Tensors",
+    "begin_save",
     "candidates",
     "load",
+    "merge",
     "named",
     "read_state",
     "resume",

@@ -3,21 +3,24 @@
     step_N                     a committed checkpoint; it got this name complete and synced
     step_N.old                 the one before it, for the moment in which step_N is replaced
     .step_N.tmp-PID-RANDOM     being written, or left by a writer that died
+    .step_N.tmp-crew-HASH      the same by many ranks; HASH is of the session, so that all know it
     .step_N.trash-PID-RANDOM   being removed
     latest                     the name of the last one committed
 
 A name appears or disappears by one rename, so a reader never meets half a checkpoint, and a
-process may be killed between any two lines of this file. One process, one save at a time, writes
-into an output directory; readers need not know of it.
+process may be killed between any two lines of this file. One job, one save at a time, writes into
+an output directory; readers need not know of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
 import shutil
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from fourfold.checkpoint.manifest import MANIFEST, read_manifest
@@ -25,7 +28,7 @@ from fourfold.errors import CheckpointError
 
 LATEST = "latest"
 COMMITTED = re.compile(r"step_(0|[1-9][0-9]{0,17})(\.old)?")
-LEFTOVER = re.compile(r"\.(?:step_[0-9]+|latest)\.(tmp|trash)-([1-9][0-9]*)-[0-9a-f]+")
+LEFTOVER = re.compile(r"\.(?:step_[0-9]+|latest)\.(tmp|trash)-(crew|[1-9][0-9]*)-[0-9a-f-]+")
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -49,12 +52,28 @@ def history(output_dir: Path) -> list[Committed]:
     found = []
     serial = 0
     for step, _, path in sorted(names):
-        try:
-            serial = read_manifest(path).serial
-            found.append(Committed(path, step, serial, readable=True))
-        except CheckpointError:
-            found.append(Committed(path, step, serial, readable=False))
+        own = _serial(path)
+        serial = serial if own is None else own
+        found.append(Committed(path, step, serial, readable=own is not None))
     return sorted(found, key=lambda entry: entry.serial)[::-1]
+
+
+def _serial(directory: Path) -> int | None:
+    """The serial in its manifest; None if that is damaged or gone."""
+    try:
+        found = (directory / MANIFEST).stat()
+    except OSError:
+        return None
+    return _serial_of(directory, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+# Manifests of many ranks take seconds to read, and they never change once committed.
+@lru_cache(maxsize=256)
+def _serial_of(directory: Path, identity: tuple[int, ...]) -> int | None:
+    try:
+        return read_manifest(directory).serial
+    except CheckpointError:
+        return None
 
 
 def named(ckpt_dir: str, output_dir: Path) -> Path:
@@ -87,6 +106,19 @@ def candidates(where: Path | str) -> list[Path]:
     return own + earlier if own else []
 
 
+def named_by_user(where: Path) -> list[Path]:
+    """All checkpoints of an output directory, the last one saved first, or the one that is named.
+
+    Raises `CheckpointError` if there is none.
+    """
+    found = candidates(where)
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint at {where}: give a step_N directory, or the output directory of a run"
+        )
+    return found if where.name != LATEST and _is_output_dir(where) else found[:1]
+
+
 def _is_output_dir(path: Path) -> bool:
     if not path.is_dir() or (path / MANIFEST).exists():
         return False
@@ -100,6 +132,12 @@ def _is_output_dir(path: Path) -> bool:
 
 def private_name(output_dir: Path, name: str, purpose: str) -> Path:
     return output_dir / f".{name}.{purpose}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def meeting_name(output_dir: Path, step: int, session: str) -> Path:
+    """Where the ranks of a session bring together the parts of a step."""
+    digest = hashlib.sha256(session.encode()).hexdigest()[:16]
+    return output_dir / f".step_{step}.tmp-crew-{digest}"
 
 
 def sync_directory(directory: Path) -> None:
@@ -130,7 +168,7 @@ def discard(directory: Path) -> None:
     trash = private_name(directory.parent, directory.name.removesuffix(".old"), "trash")
     directory.rename(trash)
     sync_directory(directory.parent)
-    _remove(trash)
+    remove(trash)
 
 
 def point_latest(target: Path) -> None:
@@ -154,11 +192,15 @@ def retire(output_dir: Path, keep_last: int) -> None:
 
 
 def tidy(output_dir: Path) -> None:
-    """Finish what is half-written, half-removed or half-replaced, by us or a killed writer."""
+    """Finish what is half-written, half-removed or half-replaced, by us or a killed writer.
+
+    Of a job of many ranks only rank 0 tidies, before it opens the meeting of its next save. One
+    job at a time writes here, so every meeting found then is of a dead session, or a failed save.
+    """
     for path in list(output_dir.iterdir()):
         leftover = LEFTOVER.fullmatch(path.name)
-        if leftover and (leftover[1] == "trash" or not _writes_elsewhere(int(leftover[2]))):
-            _remove(path)
+        if leftover and (leftover[1] == "trash" or not _is_being_written(leftover[2])):
+            remove(path)
         elif COMMITTED.fullmatch(path.name) and path.suffix == ".old":
             if path.with_suffix("").exists():
                 discard(path)
@@ -167,19 +209,19 @@ def tidy(output_dir: Path) -> None:
                 sync_directory(output_dir)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def _writes_elsewhere(pid: int) -> bool:
-    """Whether another living process has this id. Our own id on a leftover is a predecessor's."""
-    if pid == os.getpid():
+def _is_being_written(writer: str) -> bool:
+    """Whether a living process other than ours has this id. Our own is a predecessor's."""
+    if writer == "crew" or int(writer) == os.getpid():
         return False
     try:
-        os.kill(pid, 0)
+        os.kill(int(writer), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:

@@ -1,15 +1,18 @@
-"""Loading: believe nothing before its hash is right, and fall back to the checkpoint before."""
+"""Loading: believe nothing before its hash is right, and fall back to the checkpoint before.
+
+Ranks that load together take every turn together: what one of them cannot read, none uses.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from fourfold.checkpoint.crew import ALONE, Crew
 from fourfold.checkpoint.directory import candidates
 from fourfold.checkpoint.manifest import (
     MANIFEST,
@@ -23,7 +26,15 @@ from fourfold.checkpoint.manifest import (
     read_bounded,
     read_manifest,
 )
-from fourfold.checkpoint.shards import dtype_name, file_problems, header_problems, read_shards
+from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
+from fourfold.checkpoint.place import Place
+from fourfold.checkpoint.shards import (
+    dtype_name,
+    file_problems,
+    header_problems,
+    parts_by_file,
+    read_shards,
+)
 from fourfold.errors import CheckpointError
 
 # How often a reader starts over because the writer replaced or removed what it was reading.
@@ -32,50 +43,62 @@ MAX_RESTARTS = 100
 NAMES_SHOWN = 3
 
 Found = tuple[Path, dict[str, Any]]
+Result = TypeVar("Result")
 
 
 def load(
-    directory: Path | str, tensors: dict[str, torch.Tensor], prefix: str = ""
+    directory: Path | str, tensors: Tensors, prefix: str = "", crew: Crew = ALONE
 ) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint and return its state.
 
-    Names, shapes and dtypes must be exactly the checkpoint's, among the names that begin with
-    `prefix` ("model." to read the weights alone). Nothing is written into `tensors` before
-    everything needed has been verified.
+    Over all ranks the names must be exactly the checkpoint's, among those that begin with
+    `prefix` ("model." to read the weights alone), and whole shapes and dtypes must be its own.
+    Nothing is written into any rank's tensors before every file has been verified: each is hashed
+    by one of the ranks. What one rank raises, all raise.
     """
-    directory = Path(directory)
-    with _held_in_place(directory):
-        manifest = read_manifest(directory)
-        _check_fits(directory, manifest, tensors, prefix)
-        shards = sorted({manifest.tensors[name].file for name in tensors})
-        problems = file_problems(directory, manifest, [STATE, *shards])
-        problems = problems or header_problems(directory, manifest, shards)
-        if problems:
-            raise CheckpointError("; ".join(problems))
-        state = _read_state(directory)
-        read_shards(directory, manifest, tensors)
+    directory, wanted = Path(directory), as_pieces(tensors)
+    with ExitStack() as closing:
+        place = _together(crew, lambda: closing.enter_context(Place(directory)))
+
+        def turn(work: Callable[[], Result]) -> Result:
+            return _together(crew, lambda: place.steady(work))
+
+        manifest = turn(lambda: read_manifest(directory))
+        checksum = crew.from_first(manifest.checksum)
+        turn(lambda: _check_same(directory, manifest, checksum))
+        held = [name for name in manifest.tensors if name.startswith(prefix)]
+        unclaimed = crew.unclaimed(held, set(wanted))
+        turn(lambda: _check_fits(directory, manifest, wanted, prefix, unclaimed))
+        shards = sorted(manifest.contents(prefix))
+        share = [STATE, *shards[crew.rank :: crew.size]]
+        turn(lambda: _check(file_problems(directory, manifest, share)))
+        needed = sorted(parts_by_file(manifest, wanted))
+        turn(lambda: _check(header_problems(directory, manifest, needed)))
+        state = turn(lambda: _read_state(directory))
+        turn(lambda: read_shards(directory, manifest, wanted))
     return state
 
 
 def resume(
     where: Path | str,
-    tensors: dict[str, torch.Tensor],
+    tensors: Tensors,
     on_notice: Callable[[str], None],
     prefix: str = "",
+    crew: Crew = ALONE,
 ) -> Found:
     """Load the first good one of `candidates(where)`; return which, and its state.
 
     Each damaged one is named to `on_notice` and passed over. A sound checkpoint of another model
-    is an error at once: an older one would only hide that the wrong run is being resumed.
+    is an error at once: an older one would only hide that the wrong run is being resumed. Of many
+    ranks the first looks what there is, and all try the same ones.
     """
     reasons: dict[Path, str] = {}
 
     def attempt() -> Found | None:
-        # Listing a directory is not atomic: between one checkpoint's coming and another's going
-        # a single look can miss both.
-        for directory in candidates(where) or candidates(where):
+        listed = _together(crew, lambda: _listing(where) if crew.rank == 0 else [])
+        for directory in map(Path, crew.from_first(listed)):
             try:
-                return directory, load(directory, tensors, prefix)
+                return directory, load(directory, tensors, prefix, crew)
             except (MismatchError, MovedError):
                 raise
             except CheckpointError as error:
@@ -95,6 +118,15 @@ def resume(
     )
 
 
+def _listing(where: Path | str) -> list[str]:
+    try:
+        # Listing a directory is not atomic: between one checkpoint's coming and another's going
+        # a single look can miss both.
+        return [str(path) for path in candidates(where) or candidates(where)]
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+
+
 def _until_it_stays(attempt: Callable[[], Found | None]) -> Found | None:
     """Start over, with a new look at the directory, while the writer moves what is being read."""
     for _ in range(MAX_RESTARTS):
@@ -105,14 +137,36 @@ def _until_it_stays(attempt: Callable[[], Found | None]) -> Found | None:
     return attempt()
 
 
+def _together(crew: Crew, work: Callable[[], Result]) -> Result:
+    """`work()` on every rank; what it raises on one is raised on all, as the same kind."""
+    try:
+        result = work()
+    except CheckpointError as error:
+        if crew.size == 1:
+            raise
+        told = crew.agree(f"{type(error).__name__} rank {crew.rank}: {error}")
+    else:
+        told = crew.agree(None)
+        if told is None:
+            return result
+    assert told is not None
+    kind, _, message = told.partition(" ")
+    raise KINDS[kind](message)
+
+
+KINDS = {kind.__name__: kind for kind in (CheckpointError, MismatchError, MovedError)}
+
+
 def read_state(directory: Path | str) -> dict[str, Any]:
     """The state of a checkpoint, verified, without looking at its tensors."""
     directory = Path(directory)
-    with _held_in_place(directory):
-        problems = file_problems(directory, read_manifest(directory), [STATE])
-        if problems:
-            raise CheckpointError("; ".join(problems))
+
+    def read() -> dict[str, Any]:
+        _check(file_problems(directory, read_manifest(directory), [STATE]))
         return _read_state(directory)
+
+    with Place(directory) as place:
+        return place.steady(read)
 
 
 def tensor_names(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -137,39 +191,21 @@ def verify(directory: Path | str) -> list[str]:
     return problems + [f"{path} is not part of the checkpoint" for path in extra]
 
 
-@contextmanager
-def _held_in_place(directory: Path) -> Iterator[None]:
-    """Raise `MovedError` if `directory` is not the same directory before and after.
+def check_files(directory: Path, manifest: Manifest, prefix: str) -> None:
+    """Raise unless all files with tensors of this prefix are to the byte what they should be."""
+    shards = sorted(manifest.contents(prefix))
+    _check(file_problems(directory, manifest, [STATE, *shards]))
+    _check(header_problems(directory, manifest, shards))
 
-    A writer may replace or remove a checkpoint between two files of it being read; what was read
-    is then a mixture, whatever the hashes of the single files say.
-    """
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):
-        raise MovedError(f"{directory} is not a checkpoint: there is no such directory") from None
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
 
-    def moved() -> bool:
-        try:
-            return not os.path.samestat(os.fstat(descriptor), os.stat(directory))
-        except OSError:
-            return True
+def _check(problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError("; ".join(problems))
 
-    try:
-        yield
-    except MismatchError:
-        raise
-    except CheckpointError:
-        if not moved():
-            raise
-        raise MovedError(f"{directory} was replaced or removed while it was read") from None
-    else:
-        if moved():
-            raise MovedError(f"{directory} was replaced or removed while it was read")
-    finally:
-        os.close(descriptor)
+
+def _check_same(directory: Path, manifest: Manifest, checksum: str) -> None:
+    if manifest.checksum != checksum:
+        raise MovedError(f"{directory} is another one on rank 0")
 
 
 def _read_state(directory: Path) -> dict[str, Any]:
@@ -181,23 +217,25 @@ def _read_state(directory: Path) -> dict[str, Any]:
 
 
 def _check_fits(
-    directory: Path, manifest: Manifest, tensors: dict[str, torch.Tensor], prefix: str
+    directory: Path,
+    manifest: Manifest,
+    wanted: Mapping[str, Piece],
+    prefix: str,
+    unclaimed: list[str],
 ) -> None:
     held = {name: rec for name, rec in manifest.tensors.items() if name.startswith(prefix)}
-    missing = [name for name in tensors if name not in held]
-    unexpected = [name for name in held if name not in tensors]
+    missing = [name for name in wanted if name not in held]
     different = [
-        f"{name} (there {record}, here {dtype_name(tensors[name].dtype)} "
-        f"{list(tensors[name].shape)})"
-        for name, record in held.items()
-        if name in tensors and not _fits(record, tensors[name])
+        f"{name} (there {held[name]}, here {dtype_name(piece.tensor.dtype)} {list(piece.shape)})"
+        for name, piece in wanted.items()
+        if name in held and not _fits(held[name], piece)
     ]
     complaints = [
         f"{len(names)} {what}: {', '.join(names[:NAMES_SHOWN])}"
         + (", ..." if len(names) > NAMES_SHOWN else "")
         for names, what in (
             (missing, "not in it"),
-            (unexpected, "only in it"),
+            (unclaimed, "only in it"),
             (different, "of another shape or dtype"),
         )
         if names
@@ -210,5 +248,6 @@ def _check_fits(
         )
 
 
-def _fits(record: TensorRecord, tensor: torch.Tensor) -> bool:
-    return record.shape == tuple(tensor.shape) and record.torch_dtype() == tensor.dtype
+def _fits(record: TensorRecord, piece: Piece) -> bool:
+    assert piece.box().fits_in(piece.shape)
+    return record.shape == piece.shape and record.torch_dtype() == piece.tensor.dtype

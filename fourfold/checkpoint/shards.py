@@ -1,7 +1,8 @@
-"""The safetensors files of a checkpoint: tensors to files, and back into tensors.
+"""The safetensors files of a checkpoint: pieces of tensors to files, and back into pieces.
 
 Files are named after the first part of the tensors' names, `model-00001-of-00002.safetensors`,
-so that whoever wants only the model reads and hashes only the model. They are written by the
+so that whoever wants only the model reads and hashes only the model; one of many ranks adds its
+number, `model-rank00003-00001-of-00002.safetensors`. They are written by the
 safetensors library itself, because torch's `HuggingFaceStorageWriter` holds two more copies of a
 file in memory and is slower. Its reader, which cuts tensors for any layout, takes these files as
 they are.
@@ -12,16 +13,23 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fourfold.checkpoint.manifest import DTYPES, FileRecord, Manifest, TensorRecord
+from fourfold.checkpoint.manifest import (
+    DTYPES,
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+)
+from fourfold.checkpoint.pieces import Box, Piece
 from fourfold.errors import CheckpointError
 
 # Also the most that is held twice while tensors on a device are brought to the host.
@@ -48,16 +56,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_writable(tensors: dict[str, torch.Tensor]) -> None:
+def check_writable(pieces: Mapping[str, Piece]) -> None:
     """Raise for what a checkpoint cannot hold: a mistake of the caller, before any byte."""
     first_at: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in tensors.items():
+    for name, piece in pieces.items():
+        tensor = piece.tensor
         if not name or name == "__metadata__" or not name.isprintable():
             raise ValueError(f"{name!r} cannot name a tensor in a checkpoint")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(f"{name}: only plain tensors are saved, not {type(tensor).__name__}")
         if dtype_name(tensor.dtype) not in DTYPES or tensor.layout != torch.strided:
             raise TypeError(f"{name}: {tensor.dtype} {tensor.layout} cannot be saved")
+        if not piece.box().fits_in(piece.shape):
+            raise ValueError(f"{name}: {piece.box()} is no piece of a tensor of {piece.shape}")
         if tensor.numel() > 0:
             place = (tensor.device, tensor.data_ptr())
             other = first_at.setdefault(place, name)
@@ -65,39 +76,60 @@ def check_writable(tensors: dict[str, torch.Tensor]) -> None:
                 raise ValueError(f"{name} and {other} are the same memory; give tied tensors once")
 
 
-def write_shards(
-    directory: Path, tensors: dict[str, torch.Tensor]
-) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-    """Write every tensor into `directory`, synced; return the manifest's two tables."""
+Tables = tuple[dict[str, FileRecord], dict[str, TensorRecord]]
+
+
+def write_shards(directory: Path, pieces: Mapping[str, Piece], label: str = "") -> Tables:
+    """Write every piece into `directory`, synced; return the manifest's two tables.
+
+    `label` goes into the names of the files. A rank's empty share of a tensor is not written.
+    """
     files: dict[str, FileRecord] = {}
     records: dict[str, TensorRecord] = {}
-    for file, names in _shard_names(tensors).items():
-        path = directory / file
-        on_host = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(on_host, path, metadata={"format": "pt"})
-        # safetensors makes files private; they should be as readable as their directory.
-        path.chmod(directory.stat().st_mode & 0o666)
-        files[file] = synced_record(path)
-        for name, tensor in on_host.items():
-            records[name] = TensorRecord(
-                shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), file=file
-            )
+    stored = {
+        name: piece for name, piece in pieces.items() if piece.tensor.numel() or 0 in piece.shape
+    }
+    sizes = {name: piece.tensor.nbytes for name, piece in stored.items()}
+    for file, names in shard_names(sizes, label).items():
+        on_host = {name: stored[name].tensor.detach().cpu().contiguous() for name in names}
+        files[file] = write_shard(directory / file, on_host)
+        for name in names:
+            records[name] = record_of(stored[name], file)
     return files, records
 
 
-def _shard_names(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-    """File name -> the names of its tensors, in their given order, at most `SHARD_BYTES` each."""
+def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> FileRecord:
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors makes files private; they should be as readable as their directory.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    return synced_record(path)
+
+
+def record_of(piece: Piece, file: str) -> TensorRecord:
+    box = piece.box()
+    return TensorRecord(
+        shape=piece.shape,
+        dtype=dtype_name(piece.tensor.dtype),
+        pieces=(PieceRecord(file=file, offsets=box.offsets, shape=box.shape),),
+    )
+
+
+def shard_names(sizes: Mapping[str, int], label: str = "") -> dict[str, list[str]]:
+    """File name -> the names of its tensors, in their given order, at most `SHARD_BYTES` each.
+
+    `sizes` are the tensors' bytes; one larger than `SHARD_BYTES` has a file to itself.
+    """
     parts: dict[str, list[list[str]]] = {}
     room: dict[str, int] = {}
-    for name, tensor in tensors.items():
+    for name, nbytes in sizes.items():
         group = name.partition(".")[0] if re.match(r"[A-Za-z0-9_]{1,100}\.", name) else "tensors"
-        if group not in parts or tensor.nbytes > room[group]:
+        if group not in parts or nbytes > room[group]:
             parts.setdefault(group, []).append([])
             room[group] = SHARD_BYTES
         parts[group][-1].append(name)
-        room[group] -= tensor.nbytes
+        room[group] -= nbytes
     return {
-        f"{group}-{number:05d}-of-{len(lists):05d}.safetensors": names
+        f"{group}-{label}{number:05d}-of-{len(lists):05d}.safetensors": names
         for group, lists in parts.items()
         for number, names in enumerate(lists, start=1)
     }
@@ -146,11 +178,12 @@ def open_shard(path: Path) -> Any:
 def header_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Where a safetensors header and the manifest's table disagree."""
     problems = []
+    contents = manifest.contents()
     for file in files:
         path = directory / file
         expected = {
-            name: (list(record.shape), SAFETENSORS_NAMES[record.torch_dtype()])
-            for name, record in manifest.tensors_in(file).items()
+            name: (list(piece.shape), SAFETENSORS_NAMES[manifest.tensors[name].torch_dtype()])
+            for name, piece in contents.get(file, {}).items()
         }
         try:
             with open_shard(path) as shard:
@@ -167,12 +200,30 @@ def header_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -
     return problems
 
 
-def read_shards(directory: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy every named tensor from its (already verified) file, mapped rather than read whole."""
-    names_in: dict[str, list[str]] = {}
-    for name in tensors:
-        names_in.setdefault(manifest.tensors[name].file, []).append(name)
-    for file, names in names_in.items():
+class Part(NamedTuple):
+    """What one stored piece has of one wanted piece."""
+
+    name: str
+    stored: Box
+    common: Box
+
+
+def parts_by_file(manifest: Manifest, wanted: Mapping[str, Piece]) -> dict[str, list[Part]]:
+    """Which files hold something of the pieces wanted, and what."""
+    parts: dict[str, list[Part]] = {}
+    for name, piece in wanted.items():
+        for record in manifest.tensors[name].pieces:
+            common = record.box().overlap(piece.box())
+            if common is not None:
+                parts.setdefault(record.file, []).append(Part(name, record.box(), common))
+    return parts
+
+
+def read_shards(directory: Path, manifest: Manifest, wanted: Mapping[str, Piece]) -> None:
+    """Fill every piece from (already verified) files, mapped rather than read whole."""
+    for file, parts in parts_by_file(manifest, wanted).items():
         with open_shard(directory / file) as shard, torch.no_grad():
-            for name in names:
-                tensors[name].copy_(shard.get_tensor(name))
+            for name, stored, common in parts:
+                piece = wanted[name]
+                into = piece.tensor[common.within(piece.box())]
+                into.copy_(shard.get_slice(name)[common.within(stored)])

@@ -10,8 +10,8 @@ import sys
 
 import typer
 
-from fourfold.cli import configuration, data, generation, quickstart, training
-from fourfold.errors import UserError
+from fourfold.cli import checkpoints, configuration, data, generation, quickstart, training
+from fourfold.errors import UserError, report
 
 app = typer.Typer(
     help="Train GPT models: one YAML file, any layout, the same numbers.",
@@ -24,18 +24,15 @@ app.command("train")(training.train)
 app.command("generate")(generation.generate)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(data.app, name="data")
+app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(configuration.app, name="config")
 
 
 def main() -> None:
     try:
         app()
-    except UserError as error:
-        print(f"fourfold: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("fourfold: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except (UserError, KeyboardInterrupt) as error:
+        sys.exit(report(error))
     except BrokenPipeError:
         # Whoever read our output has seen enough (`| head`); not an error.
         sys.stderr.close()

@@ -21,7 +21,7 @@ from fourfold.config.fields import (
 class Model(Section):
     vocab_size: Count = key(
         50304,
-        "Rows of the token embedding; at least the tokenizer's size, a multiple of mp_degree.",
+        "Rows of the token embedding; at least the tokenizer's size, best a multiple of mp_degree.",
     )
     hidden_size: Count = key(2048, "Width of the residual stream.")
     num_layers: Count = key(24, "Transformer layers.")
@@ -107,7 +107,7 @@ class Distributed(Section):
     )
     mp_degree: Count = key(
         1,
-        "Ranks that share each layer (tensor parallel); divides heads, vocabulary and ffn width.",
+        "Ranks that share each layer (tensor parallel); divides the heads and the ffn width.",
     )
     pp_degree: Count = key(1, "Pipeline stages: ranks that each hold some of the layers.")
     pp_schedule: PipelineSchedule = key(
@@ -116,6 +116,16 @@ class Distributed(Section):
         "rank, ZBVZeroBubble and DualPipeV two, the others virtual_pp_degree.",
     )
     virtual_pp_degree: Count = key(1, "Stages per pipeline rank, for the interleaved schedules.")
+    pp_layers: list[Count] | None = key(
+        None,
+        "Layers of each pipeline stage, first stage first. Null shares them out as evenly as can "
+        "be, with the longer stages in the middle.",
+    )
+    timeout_seconds: Positive = key(
+        600.0,
+        "How long a rank may wait for the others before the run is given up; the launcher takes "
+        "a run for hung after as long without progress.",
+    )
     sharding: Sharding = section(
         Sharding, "Group sharding (ZeRO). The world is dp * pp * sharding * mp processes."
     )

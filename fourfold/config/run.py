@@ -91,6 +91,11 @@ class SaveLoad(Section):
         None, "Checkpoint to start from: a step_N directory, an output directory, or latest."
     )
     keep_last: CountOrZero = key(3, "How many of the newest checkpoints to keep; 0 keeps all.")
+    async_save: bool = key(
+        False,
+        "Write checkpoints in the background: a copy of the state in host memory, and training "
+        "goes on. The next save waits for the one before.",
+    )
     auto_resume: bool = key(
         True, "With ckpt_dir null, continue from the newest whole checkpoint in output_dir."
     )

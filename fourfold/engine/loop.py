@@ -7,22 +7,24 @@ whose weights may change has served of each source.
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
-from fourfold import __version__, checkpoint
+from fourfold import __version__, checkpoint, heartbeat
+from fourfold.checkpoint import Crew, PendingSave
 from fourfold.config import Config
 from fourfold.data import Batch
+from fourfold.engine import holdings
 from fourfold.engine.feeds import open_feeds
 from fourfold.engine.guard import Guard
 from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
 from fourfold.errors import UserError
-from fourfold.mesh import Layout, select_device
+from fourfold.mesh import connect, select_device
 from fourfold.metrics import (
     Meter,
     ProfilerWindow,
@@ -33,7 +35,7 @@ from fourfold.metrics import (
 )
 from fourfold.model import ModelShape, flops_per_token
 from fourfold.optim import LossScale, Optimizer, Schedule
-from fourfold.parallel import parallelize
+from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
 
 
@@ -43,18 +45,21 @@ class Engine:
     def __init__(self, config: Config, world_size: int = 1) -> None:
         self.config = config
         self.output_dir = Path(config.Engine.save_load.output_dir)
-        distributed = config.Distributed
-        self.layout = Layout(
-            dp=distributed.dp_degree,
-            pp=distributed.pp_degree,
-            sharding=distributed.sharding.sharding_degree,
-            mp=distributed.mp_degree,
-            stage=distributed.sharding.sharding_stage,
-        )
+        self.layout = layout_of(config)
         self.layout.check(world_size)
         self.device = select_device(config.Global.device)
-        self.feeds = open_feeds(config, self.layout)
-        self.runner = parallelize(config, self.layout, self.device)
+        timeout = config.Distributed.timeout_seconds
+        self.mesh = connect(self.layout, self.device, timeout)
+        self.crew = Crew(
+            self.mesh.rank,
+            self.mesh.size,
+            session=self.mesh.agree(secrets.token_hex(8)) or "",
+            agree=self.mesh.agree,
+            timeout_seconds=timeout,
+        )
+        # Rank 0 makes the index caches, the others then find them.
+        self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
+        self.runner = parallelize(config, self.mesh, self.device)
         self.optimizer = _build_optimizer(config, self.runner.masters)
         self.schedule = _build_schedule(config)
         self.loss_scale = (
@@ -64,6 +69,7 @@ class Engine:
         )
         self.guard = Guard(config.Engine.max_skipped_steps)
         self.step = 0
+        self.saving: PendingSave | None = None
         self.notices = [*config.notices, *self.feeds.notices]
 
     # -- the loop ---------------------------------------------------------------------------
@@ -80,11 +86,13 @@ class Engine:
             with StopRequest(self.output_dir) as stop:
                 if self.step >= engine.max_steps:
                     sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
+                stopping = False
                 while self.step < engine.max_steps:
+                    heartbeat.beat(self.step, "reader")
                     with meter.timed("reader"):
                         batch = self.feeds.loaders["train"].batch(self.step)
                     self.step += 1
-                    loss, norm = self._train_step(batch, meter, sinks)
+                    loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
                     self._report(meter, sinks, loss, norm)
                     profiler.step()
                     if self.guard.gave_up:
@@ -92,24 +100,37 @@ class Engine:
                     if _due(self.step, engine.eval_freq):
                         with meter.timed("evaluate"):
                             self._evaluate(sinks, "eval", engine.eval_iters)
-                    reason = stop.reason()
                     last = self.step == engine.max_steps
-                    if _due(self.step, engine.save_load.save_steps) or last or reason:
+                    if _due(self.step, engine.save_load.save_steps) or last or stopping:
                         self._save(meter)
-                    if reason:
-                        sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
-                        return
+                    if stopping:
+                        break
+                self._finish_saving()
+                if stopping:
+                    reason = self.mesh.agree(stop.reason())
+                    sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
+                    return
             with meter.timed("evaluate"):
                 self._evaluate(sinks, "test", engine.test_iters)
             sinks.notice("The training process is complete.")
 
-    def _train_step(self, batch: Batch, meter: Meter, sinks: Sinks) -> tuple[float, float]:
-        """Forward, backward and, unless something is not finite, the update."""
+    def _train_step(
+        self, batch: Batch, meter: Meter, sinks: Sinks, stop: StopRequest
+    ) -> tuple[float, float, bool]:
+        """Forward, backward and, unless something is not finite, the update.
+
+        Returns the loss, the norm of the gradient and whether any rank was asked to stop: what
+        all ranks must decide alike, they learn together.
+        """
         scale = self.loss_scale.value if self.loss_scale else 1.0
+        heartbeat.beat(self.step, "forward_backward")
         with meter.timed("forward_backward"):
-            loss = float(self.runner.run(batch, self.step, scale))
+            share = float(self.runner.run(batch, self.step, scale))
+        heartbeat.beat(self.step, "optimizer")
         with meter.timed("optimizer"):
-            norm = float(self.optimizer.gradient_norm()) / scale
+            asked = stop.reason() is not None
+            loss, squares, stops = self.mesh.total(share, self.runner.squared_norm(), asked)
+            norm = math.sqrt(squares) / scale
             if self.guard.admits(loss, norm, self.loss_scale):
                 self.optimizer.update(self.schedule.lr_at(self.step), norm, scale)
                 self.runner.refresh()
@@ -120,10 +141,15 @@ class Engine:
                     loss=loss,
                     grad_norm=norm,
                     loss_scale=scale,
-                    sample_ids=[int(i) for i in batch.sample_ids],
+                    sample_ids=[*self._samples_of_step()],
                 )
             self.optimizer.zero_grad()
-        return loss, norm
+        return loss, norm, stops > 0
+
+    def _samples_of_step(self) -> range:
+        """The samples of the present step's global batch, on all ranks."""
+        size = self.config.Data.batch_size.global_batch_size
+        return range((self.step - 1) * size, self.step * size)
 
     def _evaluate(self, sinks: Sinks, part: Literal["eval", "test"], iterations: int) -> None:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
@@ -136,8 +162,10 @@ class Engine:
         loader, start = self.feeds.loaders[split], time.perf_counter()
         total = tokens = 0.0
         for batch in map(loader.batch, range(first, first + iterations)):
+            heartbeat.beat(self.step, "evaluate")
             total += float(self.runner.evaluate(batch)) * batch.global_valid_tokens
             tokens += batch.global_valid_tokens
+        (total,) = self.mesh.total(total)
         sinks.evaluation(
             part,
             step=self.step,
@@ -149,12 +177,6 @@ class Engine:
         )
 
     # -- saving and resuming ----------------------------------------------------------------
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Everything of the run that is a tensor, by name: fp32 weights and moments."""
-        weights = {f"model.{name}": p.data for name, p in self.runner.masters.items()}
-        moments = {f"optim.{name}": t for name, t in self.optimizer.named_moments().items()}
-        return weights | moments
 
     def _save(self, meter: Meter) -> str:
         consumed = self.step * self.config.Data.batch_size.global_batch_size
@@ -168,21 +190,32 @@ class Engine:
             **self.feeds.state(consumed),
             "config": self.config.to_dict(),
         }
+        heartbeat.beat(self.step, "save")
         with meter.timed("save"):
-            path = checkpoint.save(
-                self.output_dir,
-                self.step,
-                self._tensors(),
-                state,
-                keep_last=self.config.Engine.save_load.keep_last,
+            self._finish_saving()
+            section, tensors = (
+                self.config.Engine.save_load,
+                holdings.to_write(self.runner, self.optimizer),
             )
-        return str(path)
+            given = (self.output_dir, self.step, tensors, state, section.keep_last, self.crew)
+            if section.async_save:
+                self.saving = checkpoint.begin_save(*given)
+            else:
+                checkpoint.save(*given)
+        return str(self.output_dir / f"step_{self.step}")
+
+    def _finish_saving(self) -> None:
+        """Wait for the save under way; none is ever dropped for a later one."""
+        if self.saving is not None:
+            self.saving.wait()
+            self.saving = None
 
     def _resume(self) -> None:
         where = _resume_source(self.config, self.output_dir)
         if where is None:
             return
-        path, state = checkpoint.resume(where, self._tensors(), self.notices.append)
+        tensors = holdings.to_fill(self.runner, self.optimizer)
+        path, state = checkpoint.resume(where, tensors, self.notices.append, crew=self.crew)
         batch = self.config.Data.batch_size.global_batch_size
         if state["consumed_samples"] != state["step"] * batch:
             raise UserError(
@@ -196,7 +229,7 @@ class Engine:
         self.guard.skipped = int(state["skipped_updates"])
         if self.loss_scale and state["loss_scale"]:
             self.loss_scale = LossScale(**state["loss_scale"])
-        self.runner.refresh()
+        holdings.settle(self.runner, self.optimizer)
         self.notices += [f"resumed from {path} at step {self.step}", *about_data]
 
     # -- reporting --------------------------------------------------------------------------
@@ -213,15 +246,17 @@ class Engine:
             flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
             peak_flops=peak,
         )
-        closing.callback(plot_losses, self.output_dir)
-        sinks = open_sinks(
-            self.output_dir,
-            tensorboard=config.Engine.tensorboard,
-            wandb=config.Engine.wandb,
-            config=config.to_dict(),
-            resume_step=self.step,
-            max_steps=config.Engine.max_steps,
-        )
+        sinks = Sinks()
+        if self.mesh.rank == 0:
+            closing.callback(plot_losses, self.output_dir)
+            sinks = open_sinks(
+                self.output_dir,
+                tensorboard=config.Engine.tensorboard,
+                wandb=config.Engine.wandb,
+                config=config.to_dict(),
+                resume_step=self.step,
+                max_steps=config.Engine.max_steps,
+            )
         closing.callback(sinks.close)
         profiler = ProfilerWindow(**config.Profiler.model_dump(), echo=sinks.notice)
         closing.callback(profiler.close)

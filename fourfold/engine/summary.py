@@ -52,7 +52,7 @@ def _compute(config: Config, shape: ModelShape, tokens: int) -> str:
 
 
 def _state_bytes(parameters: int, runner: Runner) -> str:
-    weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in runner.parameters.values())
     parts = {"weights": weights, "gradients": 4 * parameters, "moments": 8 * parameters}
     if runner.precision.level == "O2":
         parts["master weights"] = 4 * parameters

@@ -7,13 +7,13 @@ slice of the rows draws just the blocks it needs and gets the very numbers one d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from fourfold.model.gpt import GPT
+from fourfold.model.gpt import GPT, ModelShape
 from fourfold.model.names import is_bias, is_norm
 from fourfold.model.seeds import mix_seed
 
@@ -22,41 +22,80 @@ ROWS_PER_BLOCK = 256
 
 def initialize(model: GPT, seed: int) -> None:
     """Fill every parameter in place: normal matrices, zero biases, unit LayerNorm weights."""
-    normal: list[tuple[str, Tensor, float]] = []
+    whole = {
+        name: (parameter, (0,) * parameter.dim()) for name, parameter in model.named_parameters()
+    }
+    initialize_rectangles(model.shape, whole, seed)
+
+
+def initialize_rectangles(
+    shape: ModelShape, rectangles: Mapping[str, tuple[Tensor, tuple[int, ...]]], seed: int
+) -> None:
+    """The same for parts of parameters: by name, a tensor and where it begins in the whole."""
+    whole = whole_shapes(shape)
+    blocks: list[tuple[str, int, int, Tensor, int]] = []
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, (tensor, offsets) in rectangles.items():
             if is_bias(name):
-                parameter.zero_()
+                tensor.zero_()
             elif is_norm(name):
-                parameter.fill_(1.0)
+                tensor.fill_(1.0)
             else:
-                normal.append((name, parameter, _std(model, name)))
-        blocks = [block for item in normal for block in _blocks(*item)]
+                blocks += _blocks(name, whole[name], tensor, offsets)
         # Each block is independent and torch draws outside the interpreter lock.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(lambda block: fill_normal(*block, seed=seed), blocks))
+            list(pool.map(lambda block: _fill(shape, seed, whole, *block), blocks))
 
 
-def _std(model: GPT, name: str) -> float:
+def whole_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the whole model, by name."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
+
+
+def _std(shape: ModelShape, name: str) -> float:
     """FleetX draws all matrices alike; GPT-2's depth scaling of residual outputs is optional."""
-    std = model.shape.initializer_range
-    if model.shape.depth_scaled_init and name.endswith(("attn.out.weight", "mlp.down.weight")):
-        return std / (2 * model.shape.num_layers) ** 0.5
+    std = shape.initializer_range
+    if shape.depth_scaled_init and name.endswith(("attn.out.weight", "mlp.down.weight")):
+        return std / (2 * shape.num_layers) ** 0.5
     return std
 
 
-def _blocks(name: str, parameter: Tensor, std: float) -> Iterator[tuple[str, int, Tensor, float]]:
-    for start in range(0, parameter.shape[0], ROWS_PER_BLOCK):
-        yield name, start, parameter[start : start + ROWS_PER_BLOCK], std
+def _blocks(
+    name: str, whole: tuple[int, ...], tensor: Tensor, offsets: tuple[int, ...]
+) -> Iterator[tuple[str, int, int, Tensor, int]]:
+    """The rows of `tensor` block by block: the block's first row, where in it to begin, rows of
+    the tensor, and their first column."""
+    stop = offsets[0] + tensor.shape[0]
+    for start in range(offsets[0] // ROWS_PER_BLOCK * ROWS_PER_BLOCK, stop, ROWS_PER_BLOCK):
+        first = max(start, offsets[0])
+        last = min(start + ROWS_PER_BLOCK, stop)
+        rows = tensor[first - offsets[0] : last - offsets[0]]
+        yield name, start, first - start, rows, offsets[1]
 
 
-def fill_normal(name: str, start: int, rows: Tensor, std: float, *, seed: int) -> None:
-    """Draw the block of rows of `name` that begins at row `start` into `rows`."""
+@torch.no_grad()
+def _fill(
+    shape: ModelShape,
+    seed: int,
+    whole: dict[str, tuple[int, ...]],
+    name: str,
+    start: int,
+    skip: int,
+    rows: Tensor,
+    column: int,
+) -> None:
+    drawn = draw_block(whole[name], name, start, _std(shape, name), seed=seed)
+    rows.copy_(drawn[skip : skip + rows.shape[0], column : column + rows.shape[1]])
+
+
+def draw_block(whole: tuple[int, ...], name: str, start: int, std: float, *, seed: int) -> Tensor:
+    """The block of rows of the parameter `name` that begins at row `start`, all columns of it."""
     # Always an fp32 draw on the CPU: the numbers must not depend on the device.
     with torch.no_grad():
         generator = torch.Generator().manual_seed(mix_seed(seed, name, start))
-        drawn = torch.empty(rows.shape, dtype=torch.float32)
-        rows.copy_(drawn.normal_(0.0, std, generator=generator))
+        drawn = torch.empty((min(ROWS_PER_BLOCK, whole[0] - start), whole[1]), dtype=torch.float32)
+        return drawn.normal_(0.0, std, generator=generator)
 
 
 def untrained_loss(vocab_size: int, hidden_size: int, initializer_range: float) -> float:

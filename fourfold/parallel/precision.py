@@ -14,7 +14,6 @@ Whatever the row, the loss is computed in fp32, and gradients of micro-batches a
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -49,23 +48,31 @@ class Precision:
         how = {None: "", "O1": " autocast, fp32 weights", "O2": " weights, fp32 master weights"}
         return name + how[self.level]
 
-    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        if self.level != "O1":
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self.dtype)
+    def apply_autocast(self, module: nn.Module, device: torch.device) -> None:
+        """At O1, run the module's forward under autocast; nothing at the other levels."""
+        if self.level == "O1":
+            module.forward = torch.autocast(device.type, self.dtype)(module.forward)
 
-    def prepare(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Cast the model as the row says; give out, by name, the fp32 weights to optimize."""
-        masters = dict(model.named_parameters())
+    def prepare(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Cast the parameters as the row says; the fp32 weights to optimize, by the same names."""
+        masters = dict(parameters)
         if self.level != "O2":
             return masters
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             if is_norm(name):
                 continue
             masters[name] = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(self.dtype)
             parameter.register_post_accumulate_grad_hook(_move_gradient_to(masters[name]))
         return masters
+
+    def collect(
+        self, parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]
+    ) -> None:
+        """Move what arrived without a hook: schedules that split the backward pass call none."""
+        for name, parameter in parameters.items():
+            if parameter is not masters[name] and parameter.grad is not None:
+                _move_gradient_to(masters[name])(parameter)
 
 
 def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -3,6 +3,8 @@
 `run` takes one rank's share of a global batch, cuts it into micro-batches and leaves the summed
 gradients on the fp32 master weights. The loss is divided by the valid tokens of the *global*
 batch inside, so the cut changes neither loss nor gradients.
+
+Losses come as this rank's share: the sum of the shares over all ranks is the loss of the batch.
 """
 
 from __future__ import annotations
@@ -10,68 +12,189 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.data import Batch
+from fourfold.mesh import Mesh
 from fourfold.model import GPT
+from fourfold.model.init import initialize_rectangles
 from fourfold.model.seeds import mix_seed
+from fourfold.parallel.pieces import TIED, Held, held_parameters, local, named_parameters
+from fourfold.parallel.pipeline import Arguments, Pipeline
 from fourfold.parallel.precision import Precision
+from fourfold.parallel.reduce import Replicas, sum_across_model, sum_tied
+from fourfold.parallel.shard import drop_gathered, set_last_micro_batch
 
 
 class Runner:
-    """A model in its final place, with its precision and its micro-batch size."""
+    """The parts of a model in their final place, with their precision and micro-batch size."""
 
     def __init__(
         self,
-        model: GPT,
+        parts: list[GPT],
+        mesh: Mesh,
         *,
         precision: Precision,
         device: torch.device,
         micro_batch_size: int,
+        micro_batches: int,
         seed: int,
+        by_sequence: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self.model = model
+        self.parts = parts
+        self.mesh = mesh
         self.precision = precision
         self.device = device
         self.micro_batch_size = micro_batch_size
+        self.micro_batches = micro_batches
         self.seed = seed
-        self.masters = precision.prepare(model)
+        self.by_sequence = by_sequence
+        self.pipeline = pipeline
+        self.is_sharded = mesh.layout.sharding > 1
+        self.parameters = dict(named_parameters(parts))
+        self.masters: dict[str, nn.Parameter] = dict(self.parameters)
+        if not self.is_sharded:
+            self.masters = precision.prepare(self.parameters)
+        self.held: dict[str, Held] = held_parameters(parts[0].shape, self.masters, mesh)
+        group = mesh.group("dp")
+        self.replicas = (
+            Replicas(self.parameters, self.masters, group, micro_batches)
+            if group is not None and not self.is_sharded
+            else None
+        )
+
+    def initialize(self) -> None:
+        """Fresh weights, of which a rank draws what it holds."""
+        for copies in ([key for key in self.held if key != TIED], [TIED]):
+            rectangles = {
+                held.name: (local(held.parameter.data), held.offsets)
+                for held in (self.held[key] for key in copies if key in self.held)
+            }
+            initialize_rectangles(self.parts[0].shape, rectangles, self.seed)
+        self.refresh()
+
+    # -- training ---------------------------------------------------------------------------
 
     def run(self, batch: Batch, step: int, loss_scale: float = 1.0) -> Tensor:
-        """Forward and backward over all micro-batches of `step`; the batch's mean loss."""
-        self.model.train()
+        """Forward and backward over all micro-batches of `step`; this rank's share of the loss."""
+        for part in self.parts:
+            part.train()
         scale = loss_scale / max(batch.global_valid_tokens, 1.0)
-        total = torch.zeros((), device=self.device)
-        for micro, inputs in enumerate(self._micro_batches(batch)):
-            dropout_seed = mix_seed(self.seed, "dropout", step, micro)
-            with self.precision.autocast(self.device):
-                loss = self.model(*inputs, loss_scale=scale, dropout_seed=dropout_seed)
+        seeds = self._dropout_seeds(step)
+        if self.pipeline is not None:
+            total = self._run_pipeline(self.pipeline, batch, scale, seeds)
+        else:
+            total = self._run_micro_batches(batch, scale, seeds)
+        self._finish_gradients()
+        return self._share(total) / loss_scale
+
+    def _run_micro_batches(self, batch: Batch, scale: float, seeds: list[int]) -> Tensor:
+        model, total = self.parts[0], torch.zeros((), device=self.device)
+        for micro, (tokens, arguments) in enumerate(self._micro_batches(batch)):
+            if self.is_sharded:
+                is_last = micro == self.micro_batches - 1
+                set_last_micro_batch(model, self.mesh.layout.stage, is_last)
+            loss = model(tokens, **arguments, loss_scale=scale, dropout_seed=seeds[micro])
             loss.backward()
-            total += loss.detach()
-        return total / loss_scale
+            total = total + loss.detach()
+        return total
+
+    def _run_pipeline(
+        self, pipeline: Pipeline, batch: Batch, scale: float, seeds: list[int]
+    ) -> Tensor:
+        tokens, arguments = self._arguments(batch)
+        arguments["loss_scale"] = torch.full((self.micro_batches,), scale, device=self.device)
+        arguments["dropout_seed"] = torch.tensor(seeds)
+        return pipeline.step(tokens, arguments)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        """The batch's mean loss, without dropout and without gradients."""
-        self.model.eval()
-        scale = 1.0 / max(batch.global_valid_tokens, 1.0)
-        total = torch.zeros((), device=self.device)
-        for inputs in self._micro_batches(batch):
-            with self.precision.autocast(self.device):
-                total += self.model(*inputs, loss_scale=scale)
-        return total
+    def _finish_gradients(self) -> None:
+        """What the backward pass left on several ranks, or in low precision, becomes whole."""
+        if not self.is_sharded:
+            self.precision.collect(self.parameters, self.masters)
+        if self.replicas is not None:
+            self.replicas.finish()
+        sum_across_model(self.masters, self.mesh, self.by_sequence)
+        sum_tied(self.masters, self.mesh)
+
+    def _dropout_seeds(self, step: int) -> list[int]:
+        """One for each micro-batch, numbered over the global batch: every layout drops alike.
+
+        With sequence parallelism ranks hold different positions, which must not drop alike.
+        """
+        first = self.mesh.data_rank * self.micro_batches
+        own: list[int | str] = [self.mesh.place["mp"]] if self.by_sequence else []
+        return [
+            mix_seed(self.seed, "dropout", step, first + micro, *own)
+            for micro in range(self.micro_batches)
+        ]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring low-precision weights in line with their masters, after an update or a load."""
-        for name, parameter in self.model.named_parameters():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
+        for key, parameter in self.parameters.items():
+            if parameter is not self.masters[key]:
+                parameter.copy_(self.masters[key])
+        for part in self.parts:
+            drop_gathered(part)
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-        """The model's positional arguments, cut; document ids only if the batch has them."""
-        fields = [batch.tokens, batch.labels, batch.loss_mask, batch.position_ids]
+    # -- evaluation -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the batch's mean loss, without dropout and without gradients."""
+        for part in self.parts:
+            part.eval()
+        scale = torch.tensor(1.0 / max(batch.global_valid_tokens, 1.0), device=self.device)
+        micro_batches = [
+            (tokens, arguments | {"loss_scale": scale})
+            for tokens, arguments in self._micro_batches(batch)
+        ]
+        if self.pipeline is not None:
+            losses = self.pipeline.forward(micro_batches)
+        else:
+            losses = [self.parts[0](tokens, **given) for tokens, given in micro_batches]
+        for part in self.parts:
+            drop_gathered(part)
+        return self._share(torch.stack(losses).sum() if losses else torch.zeros(()))
+
+    # -- shares of a batch ------------------------------------------------------------------
+
+    def _share(self, loss: Tensor) -> Tensor:
+        """Model-parallel ranks all know the same loss; it counts once."""
+        return loss if self.mesh.place["mp"] == 0 else torch.zeros_like(loss)
+
+    def _arguments(self, batch: Batch) -> tuple[Tensor, Arguments]:
+        """The tokens and what else the model is called with, on the device."""
+        arguments = {
+            "labels": batch.labels,
+            "loss_mask": batch.loss_mask,
+            "position_ids": batch.position_ids,
+        }
         if batch.document_ids is not None:
-            fields.append(batch.document_ids)
-        moved = (field.to(self.device, non_blocking=True) for field in fields)
-        return zip(*(field.split(self.micro_batch_size) for field in moved))
+            arguments["document_ids"] = batch.document_ids
+        moved = {k: field.to(self.device, non_blocking=True) for k, field in arguments.items()}
+        return batch.tokens.to(self.device, non_blocking=True), moved
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Arguments]]:
+        tokens, arguments = self._arguments(batch)
+        size = self.micro_batch_size
+        for start in range(0, tokens.shape[0], size):
+            rows = slice(start, start + size)
+            yield tokens[rows], {key: field[rows] for key, field in arguments.items()}
+
+    # -- what is held here ------------------------------------------------------------------
+
+    def squared_norm(self) -> float:
+        """This rank's share of the squared norm of the gradients, each counted on one rank."""
+        gradients = [
+            local(held.parameter.grad)
+            for held in self.held.values()
+            if held.counts and held.parameter.grad is not None
+        ]
+        gradients = [gradient for gradient in gradients if gradient.numel() > 0]
+        if not gradients:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm(gradients))
+        return float(norms.double().square().sum())

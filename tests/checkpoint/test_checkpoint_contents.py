@@ -161,8 +161,10 @@ def test_version_1_is_readable_forever() -> None:
 def test_a_newer_version_says_so(tmp_path: Path) -> None:
     directory = checkpoint.save(tmp_path, 1, sample(1), {})
     path = directory / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "more": []}))
-    with pytest.raises(CheckpointError, match="format version 2; this Fourfold reads version 1"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "more": []}))
+    with pytest.raises(
+        CheckpointError, match="format version 3; this Fourfold reads versions 1 to 2"
+    ):
         checkpoint.load(directory, blank(sample(1)))
 
 

@@ -204,9 +204,20 @@ def test_dp_follows_the_number_of_processes(load: Load, problems: Problems) -> N
             "choose 1, 2, 4, 8, 16, 32, 64 or 128",
         ),
         (
-            ["Distributed.mp_degree=4", "Model.vocab_size=50257"],
-            "Distributed.mp_degree=4 does not divide Model.vocab_size=50257; pad the vocabulary, "
-            "for example to 50688",
+            ["Distributed.pp_degree=2", "Distributed.pp_layers=[12,11]"],
+            "Distributed.pp_layers=[12, 11] gives 23 layers to 2 stages, but there are "
+            "Model.num_layers=24 and pp_degree * virtual_pp_degree = 2 stages; list one number",
+        ),
+        (
+            [
+                "Distributed.pp_degree=2",
+                "Distributed.virtual_pp_degree=2",
+                "Distributed.pp_schedule=ZBVZeroBubble",
+                "Distributed.sharding.sharding_degree=2",
+                "Distributed.sharding.sharding_stage=2",
+            ],
+            "Distributed.sharding.sharding_stage=2 cannot hold with pp_schedule=ZBVZeroBubble, "
+            "which splits the backward pass",
         ),
         (
             ["Distributed.mp_degree=2", "Model.ffn_hidden_size=4095"],

@@ -114,8 +114,6 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(configure: Configure) ->
         Engine(configure("run", "Model.vocab_size=100"))
 
 
-def test_more_than_one_process_is_a_clear_error(configure: Configure) -> None:
-    with pytest.raises(UserError, match="one device"):
-        config = configure("run")
-        config.Distributed.dp_degree = 2
-        Engine(config, world_size=2)
+def test_another_number_of_processes_is_a_clear_error(configure: Configure) -> None:
+    with pytest.raises(UserError, match=r"needs 1 process.*2 are running"):
+        Engine(configure("run"), world_size=2)

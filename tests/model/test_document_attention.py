@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_process import runner_of
 from torch import Tensor
 
 from fourfold.data import Batch
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.model.gpt import document_mask
-from fourfold.parallel import Precision, Runner
+from fourfold.parallel import Precision
 from fourfold.parallel.recompute import apply_recompute
 
 LENGTHS = ((9, 7), (1, 15), (4, 12))  # two documents a sample of 16 tokens
@@ -158,7 +159,7 @@ def test_all_layers_share_one_mask(tiny_model: GPT, monkeypatch: pytest.MonkeyPa
         masks.clear()
         with (
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            Precision(dtype, "O1").autocast(torch.device("cpu")),
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
         ):
             tiny_model(batch.tokens, batch.labels, document_ids=batch.document_ids)
         assert kept == {mask.data_ptr() for mask in masks} and len(kept) == 1, dtype
@@ -181,14 +182,9 @@ def run(
     if compiled:
         for layer in model.layers.values():
             layer.compile()
-    runner = Runner(
-        model,
-        precision=precision or Precision("float32", None),
-        device=torch.device("cpu"),
-        micro_batch_size=micro,
-        seed=5,
-    )
-    loss = runner.run(batch or packed_batch(), step=3).item()
+    batch = batch or packed_batch()
+    runner = runner_of(model, precision or Precision("float32", None), micro, len(batch.tokens))
+    loss = runner.run(batch, step=3).item()
     return loss, {name: p.grad for name, p in runner.masters.items() if p.grad is not None}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.model import GPT, ModelShape, count_parameters, flops_per_token, initialize
-from fourfold.model.init import ROWS_PER_BLOCK, fill_normal, untrained_loss
+from fourfold.model.init import ROWS_PER_BLOCK, initialize_rectangles, untrained_loss
 
 PUBLISHED = {  # (hidden, layers, heads, vocabulary): parameters, reference figures
     (1024, 24, 16, 50304): 354_871_296,
@@ -59,13 +59,25 @@ def test_weights_are_a_function_of_seed_and_name(tiny_shape: ModelShape) -> None
     assert not torch.equal(*up), "layers must not start alike"
 
 
-def test_a_slice_of_rows_is_drawn_without_the_rest() -> None:
-    shape = ModelShape(2 * ROWS_PER_BLOCK, 16, 1, 2, 32, 8)
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ((ROWS_PER_BLOCK, 2 * ROWS_PER_BLOCK), (0, 16)),
+        ((3, ROWS_PER_BLOCK + 5), (4, 9)),
+        ((2 * ROWS_PER_BLOCK + 1, 2 * ROWS_PER_BLOCK + 7), (15, 16)),
+        ((5, 5), (0, 16)),
+    ],
+)
+def test_a_rectangle_is_drawn_without_the_rest(
+    rows: tuple[int, int], columns: tuple[int, int]
+) -> None:
+    shape = ModelShape(2 * ROWS_PER_BLOCK + 7, 16, 1, 2, 32, 8)
     model = GPT(shape)
     initialize(model, seed=1)
-    rows = torch.empty(ROWS_PER_BLOCK, 16)
-    fill_normal("embeddings.word.weight", ROWS_PER_BLOCK, rows, 0.02, seed=1)
-    assert torch.equal(rows, model.embeddings.word.weight[ROWS_PER_BLOCK:])
+    own = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
+    place = (rows[0], columns[0])
+    initialize_rectangles(shape, {"embeddings.word.weight": (own, place)}, seed=1)
+    assert torch.equal(own, model.embeddings.word.weight[slice(*rows), slice(*columns)])
 
 
 def test_depth_scaled_init_shrinks_residual_outputs_only(tiny_shape: ModelShape) -> None:

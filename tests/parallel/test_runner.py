@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from one_process import runner_of
 
 from fourfold.data import Batch
 from fourfold.errors import UserError
@@ -16,7 +17,6 @@ from fourfold.parallel import Precision, Runner
 from fourfold.parallel.precision import unmet_list_entries
 from fourfold.parallel.recompute import apply_recompute
 
-CPU = torch.device("cpu")
 SHAPE = ModelShape(
     vocab_size=96,
     hidden_size=32,
@@ -45,8 +45,7 @@ def make_runner(
     if compiled:
         for layer in model.layers.values():
             layer.compile()
-    precision = Precision(dtype, level)
-    return Runner(model, precision=precision, device=CPU, micro_batch_size=micro, seed=5)
+    return runner_of(model, Precision(dtype, level), micro, samples=8)
 
 
 def ragged_batch() -> Batch:
@@ -126,13 +125,13 @@ def test_low_precision_is_close_and_its_gradients_are_fp32(dtype: str, level: st
 
 def test_level_o2_keeps_norms_and_masters_in_fp32() -> None:
     runner = make_runner(dtype="float16", level="O2")
-    for name, parameter in runner.model.named_parameters():
+    for name, parameter in runner.parameters.items():
         assert parameter.dtype == (torch.float32 if "norm" in name else torch.float16), name
         assert runner.masters[name].dtype == torch.float32
     with torch.no_grad():
         runner.masters["embeddings.word.weight"].fill_(0.5)
     runner.refresh()
-    assert (runner.model.embeddings.word.weight == 0.5).all()
+    assert (runner.parameters["embeddings.word.weight"] == 0.5).all()
 
 
 def test_evaluation_has_no_dropout_and_leaves_no_gradients() -> None:
@@ -155,6 +154,8 @@ def test_layouts_describe_and_check_themselves() -> None:
     layout = Layout(dp=2, pp=2, sharding=2, mp=2, stage=3)
     assert str(layout) == "dp2 x pp2 x sharding2(stage 3) x mp2"
     assert (layout.world_size, layout.data_degree) == (16, 4)
-    with pytest.raises(UserError, match=r"needs 16 process.*8 are running.*one device"):
+    with pytest.raises(
+        UserError, match=r"needs 16 process.*8 are running; start it with --nproc 16"
+    ):
         layout.check(8)
     Layout().check(1)

@@ -1,0 +1,167 @@
+"""`fourfold checkpoint inspect | verify | merge`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fourfold.checkpoint.manifest import Manifest
+
+app = typer.Typer(help="Look at, check and merge checkpoints.", no_args_is_help=True)
+
+Place = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
+
+LARGEST_SHOWN = 5
+PARAMETERS = "model."
+
+
+@app.command()
+def inspect(place: Place) -> None:
+    """Show what a checkpoint holds, or which checkpoints an output directory has."""
+    from fourfold.checkpoint.directory import named_by_user
+
+    found = named_by_user(place)
+    if len(found) == 1:
+        _describe(found[0])
+    else:
+        print(f"{place}: {len(found)} checkpoints, the last one saved first")
+        for directory in found:
+            print(f"  {_line(directory)}")
+
+
+@app.command()
+def verify(place: Place) -> None:
+    """Check every byte of a checkpoint, or of all in a directory; exit code 2 if any is wrong."""
+    from fourfold import checkpoint
+    from fourfold.checkpoint.directory import named_by_user
+    from fourfold.checkpoint.manifest import read_manifest
+
+    bad = False
+    for directory in named_by_user(place):
+        problems = checkpoint.verify(directory)
+        for problem in problems:
+            print(f"problem: {_printable(problem)}")
+        if problems:
+            print(f"{directory}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+        else:
+            manifest = read_manifest(directory)
+            print(
+                f"{directory}: good: {len(manifest.files)} files, {len(manifest.tensors)} tensors, "
+                f"{_readable(_size(manifest))}"
+            )
+        bad = bad or bool(problems)
+    if bad:
+        raise typer.Exit(2)
+
+
+@app.command()
+def merge(
+    source: Annotated[Path, typer.Argument(help="A step_N, or an output directory: its newest.")],
+    target: Annotated[Path, typer.Argument(help="The new directory to write.")],
+    prefix: Annotated[
+        str, typer.Option(help='Only tensors with names that begin so; "model." for the weights.')
+    ] = "",
+) -> None:
+    """Write a checkpoint again with every tensor whole, whatever layout had cut it."""
+    from fourfold import checkpoint
+    from fourfold.checkpoint.directory import named_by_user
+    from fourfold.checkpoint.manifest import read_manifest
+
+    chosen = named_by_user(source)[0]
+    manifest = read_manifest(checkpoint.merge(chosen, target, prefix))
+    print(
+        f"{target}: {len(manifest.tensors)} tensors of {chosen}, whole, in "
+        f"{len(manifest.shards())} files, {_readable(_size(manifest))}"
+    )
+
+
+def _line(directory: Path) -> str:
+    """One checkpoint in a list: its name, age and size, or why it cannot be used."""
+    from fourfold.checkpoint.manifest import read_manifest
+    from fourfold.errors import CheckpointError
+
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return f"{directory.name:<16} unusable: {_printable(str(error))}"
+    return (
+        f"{directory.name:<16} {_saved_at(directory)}  {_readable(_size(manifest)):>10}  "
+        f"{len(manifest.files):>5} files  format {manifest.version}"
+    )
+
+
+def _describe(directory: Path) -> None:
+    from fourfold import checkpoint
+    from fourfold.checkpoint.manifest import read_manifest
+
+    manifest, state = read_manifest(directory), checkpoint.read_state(directory)
+    weights = [t for name, t in manifest.tensors.items() if name.startswith(PARAMETERS)]
+    count = sum(t.nbytes() // t.torch_dtype().itemsize for t in weights)
+    rows = {
+        "step": f"{manifest.step:,}, saved {_saved_at(directory)}",
+        "format": f"version {manifest.version}, written by Fourfold {state.get('version', '?')}",
+        "layout": _layout(state),
+        "parameters": f"{count:,} in {len(weights)} of {len(manifest.tensors)} tensors",
+        "size": f"{_readable(_size(manifest))} in {len(manifest.files)} files",
+        "pieces": _pieces(manifest),
+        "samples": f"{state.get('consumed_samples', '?')} consumed",
+        "tokenizer": state.get("tokenizer") or "not known",
+    }
+    print(_printable(str(directory)))
+    for title, text in rows.items():
+        print(f"  {title:<11} {_printable(str(text))}")
+    largest = sorted(manifest.tensors.items(), key=lambda item: -item[1].nbytes())
+    print(f"\n  The largest of {len(manifest.tensors)} tensors")
+    for name, record in largest[:LARGEST_SHOWN]:
+        print(f"    {_readable(record.nbytes()):>10}  {_printable(name)}  {record}")
+
+
+def _layout(state: dict[str, Any]) -> str:
+    config = state.get("config")
+    section = config.get("Distributed") if isinstance(config, dict) else None
+    if not isinstance(section, dict):
+        return "not known"
+    sharding = section.get("sharding")
+    sharding = sharding if isinstance(sharding, dict) else {}
+    return (
+        f"dp {section.get('dp_degree', '?')}, pp {section.get('pp_degree', '?')}, "
+        f"sharding {sharding.get('sharding_degree', '?')} "
+        f"(stage {sharding.get('sharding_stage', '?')}), mp {section.get('mp_degree', '?')}"
+    )
+
+
+def _pieces(manifest: Manifest) -> str:
+    """How many tensors are in how many pieces, "148 whole, 296 in 4"."""
+    counts = Counter(len(record.pieces) for record in manifest.tensors.values())
+    return ", ".join(
+        f"{tensors} {'whole' if pieces == 1 else f'in {pieces}'}"
+        for pieces, tensors in sorted(counts.items())
+    )
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(record.bytes for record in manifest.files.values())
+
+
+def _saved_at(directory: Path) -> str:
+    from fourfold.checkpoint.manifest import MANIFEST
+
+    written = (directory / MANIFEST).stat().st_mtime
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+
+
+def _readable(count: int) -> str:
+    if count < 1000:
+        return f"{count} bytes"
+    power = min((len(str(count)) - 1) // 3, 4)
+    return f"{count / 1000**power:,.2f} {'kMGT'[power - 1]}B"
+
+
+def _printable(text: str) -> str:
+    """Names and states are foreign; none may do anything to the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

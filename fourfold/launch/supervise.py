@@ -1,0 +1,203 @@
+"""`supervise`: run the ranks of one machine to their end, and start them again if asked to.
+
+The caller has imported what the work needs and run no torch operation, so that forking is safe
+and a restart costs tenths of a second. Of all output only rank 0's reaches the console; when
+something fails, so does the error of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from fourfold.errors import USER_ERROR_EXIT
+from fourfold.launch.children import Children
+from fourfold.launch.diagnosis import explain, root_cause
+from fourfold.launch.signals import Signals
+from fourfold.launch.stacks import explain_hang, take_stacks
+
+POLL_SECONDS = 0.1
+TERMINATE_SECONDS = 2.0
+
+FAILED = 1
+
+Echo = Callable[[str], None]
+
+
+def supervise(
+    work: Callable[[], None],
+    nproc: int,
+    log_dir: Path,
+    *,
+    max_restarts: int = 0,
+    hang_seconds: float = 600.0,
+    grace_seconds: float = 10.0,
+    echo: Echo | None = None,
+    tell: Echo | None = None,
+) -> int:
+    """Run `work` in `nproc` forked ranks until all have ended; the exit code for the command.
+
+    0 when all ranks ended well, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
+    did not survive, else 1. `echo` gets the lines of rank 0, by default for standard output, and
+    `tell` what the supervisor says, for standard error.
+    """
+    assert nproc >= 1 and max_restarts >= 0
+    echo = echo or partial(print, flush=True)
+    tell = tell or partial(print, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, Signals() as signals:
+        for attempt in range(max_restarts + 1):
+            store = Path(stores) / f"store_{attempt}"
+            with Children(work, nproc, attempt, log_dir, store) as children:
+                watch = Watch(children, signals, echo, tell, hang_seconds, grace_seconds)
+                code = watch.run()
+            if children.running:
+                tell(f"fourfold: processes {[*children.running.values()]} cannot be killed")
+                return FAILED
+            if code != FAILED or signals.stop or attempt == max_restarts:
+                break
+            tell(
+                f"fourfold: starting all ranks again from the last checkpoint "
+                f"(restart {attempt + 1} of {max_restarts})"
+            )
+    return code
+
+
+class Watch:
+    """One attempt: waits for its ranks, and ends them when one fails, all hang or we are told."""
+
+    def __init__(
+        self,
+        children: Children,
+        signals: Signals,
+        echo: Echo,
+        tell: Echo,
+        hang_seconds: float,
+        grace_seconds: float,
+    ) -> None:
+        self.children = children
+        self.signals = signals
+        self.tell = tell
+        self.hang_seconds = hang_seconds
+        self.grace_seconds = grace_seconds
+        self.silence = Silence(children)
+        self.console = RankZeroLines(children, echo)
+
+    def run(self) -> int:
+        """Until no rank is left that could go on; the exit code of the attempt."""
+        stopping: float | None = None
+        while self.children.running:
+            self._wait()
+            if self.children.failures:
+                return self._fail()
+            if self.silence.measure() > self.hang_seconds:
+                return self._hang(f"no rank has made progress for {self.hang_seconds:g} s")
+            if self.signals.stop and stopping is None:
+                self.children.signal(self.signals.stop)
+                stopping = time.monotonic()
+            if stopping is not None and self._stop_is_overdue(stopping):
+                return self._stopped()
+        self.children.kill()
+        self.console.show(whole_lines=False)
+        return 0
+
+    def _wait(self) -> None:
+        self.signals.wait(POLL_SECONDS)
+        self.children.reap()
+        self.console.show()
+
+    def _wait_for_ends(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.children.running and time.monotonic() < deadline and not self.signals.urgent:
+            self._wait()
+
+    def _fail(self) -> int:
+        """A rank failed: give the others time to notice, end those that do not, and explain."""
+        children = self.children
+        self._wait_for_ends(self.grace_seconds)
+        cause = root_cause(children.failures)
+        if cause.lost_a_peer and children.running:
+            # They waited in vain for a rank that still runs: that one is to blame.
+            return self._hang(f"rank {cause.rank} gave up waiting at {cause.last}")
+        children.terminate()
+        self._wait_for_ends(min(TERMINATE_SECONDS, self.grace_seconds))
+        stop = self.signals.stop
+        if stop and cause.status in (-stop, 128 + stop):
+            return self._stopped()
+        children.kill()
+        self.console.show(whole_lines=False)
+        for line in explain(cause, children.endings):
+            self.tell(line)
+        return USER_ERROR_EXIT if cause.is_user_error else FAILED
+
+    def _hang(self, observed: str) -> int:
+        self.console.show()
+        standings = take_stacks(self.children)
+        self.tell(f"fourfold: {observed}")
+        for line in explain_hang(standings, self.children.logs[0].parent):
+            self.tell(line)
+        self.children.kill()
+        return FAILED
+
+    def _stop_is_overdue(self, since: float) -> bool:
+        if self.signals.urgent:
+            return True
+        if time.monotonic() - since <= self.hang_seconds:
+            return False
+        self.tell(f"fourfold: the ranks did not stop within {self.hang_seconds:g} s")
+        return True
+
+    def _stopped(self) -> int:
+        """The end of a run that was asked to stop and could not do so well."""
+        assert self.signals.stop is not None
+        self.children.kill()
+        self.console.show(whole_lines=False)
+        name = signal.Signals(self.signals.stop).name
+        self.tell(f"fourfold: ended by {name}; what was saved before is good")
+        return 128 + self.signals.stop
+
+
+class Silence:
+    """How long no rank has given a sign of life, as seen by a supervisor that may itself sleep."""
+
+    def __init__(self, children: Children) -> None:
+        self._board = children.board
+        self._newest = self._board.newest()
+        self._looked = time.monotonic()
+        self._seconds = 0.0
+
+    def measure(self) -> float:
+        newest, now = self._board.newest(), time.monotonic()
+        # A supervisor that was suspended has not listened meanwhile, and its ranks may not have
+        # run either: a gap between two looks counts as little more than the usual one.
+        self._seconds += min(now - self._looked, 10 * POLL_SECONDS)
+        if newest != self._newest:
+            self._seconds = 0.0
+        self._newest, self._looked = newest, now
+        return self._seconds
+
+
+class RankZeroLines:
+    """Passes on what rank 0 writes, line by line, up to the error that ends it."""
+
+    def __init__(self, children: Children, echo: Echo) -> None:
+        self._board = children.board
+        self._log = children.logs[0]
+        self._offset = children.log_starts[0]
+        self._echo = echo
+
+    def show(self, whole_lines: bool = True) -> None:
+        """What came since the last call; at the end also a line that was never finished."""
+        failure = self._board.failure(0)
+        with self._log.open("rb") as stream:
+            stream.seek(self._offset)
+            text = stream.read(-1 if failure is None else max(0, failure.log_offset - self._offset))
+        if whole_lines:
+            text = text[: text.rfind(b"\n") + 1]
+        self._offset += len(text)
+        for line in text.decode(errors="replace").splitlines():
+            self._echo(line)

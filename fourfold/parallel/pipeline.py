@@ -1,0 +1,189 @@
+"""The pipeline: torch's schedules over the parts of the model on this rank.
+
+Every rank calls `step` with the same arguments; the first stage takes the tokens, the last one
+the labels. The loss is computed inside the last stage, divided already, so nothing is scaled
+after the fact. Evaluation has a loop of its own, which serves every schedule alike: two of
+torch's cannot run forward alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    get_schedule_class,
+)
+
+from fourfold.config import Config
+from fourfold.mesh import Mesh
+from fourfold.model.gpt import GPT
+from fourfold.parallel.precision import Precision
+from fourfold.parallel.shard import set_last_micro_batch
+from fourfold.parallel.stages import count_stages, stages_of_rank
+
+Arguments = dict[str, Any]
+
+
+class Stage(PipelineStage):
+    """A stage that reduces its gradients when its sharding stage says so.
+
+    Torch's own keeps whole gradients and weights until the last micro-batch, which is sharding
+    stage 1. Here, at stages 2 and 3, each backward pass reduces, and at 3 it frees the weights.
+    """
+
+    sharding_stage = 1
+
+    def _reduces_at_once(self) -> bool:
+        return isinstance(self.submod, FSDPModule) and self.sharding_stage > 1
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "full" or not self._reduces_at_once():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        set_last_micro_batch(self.submod, self.sharding_stage, last_backward)  # type: ignore[arg-type]
+        gradients = stage_backward(
+            bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+        )
+        return gradients, None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if not self._reduces_at_once():
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+class Pipeline:
+    """The stages of this rank, and the schedule that runs them."""
+
+    def __init__(
+        self,
+        parts: dict[int, GPT],
+        num_stages: int,
+        group: ProcessGroup,
+        *,
+        schedule: str,
+        micro_batches: int,
+        tokens: Tensor,
+        boundary: Tensor,
+        sharding_stage: int,
+    ) -> None:
+        """`parts` by stage number; `tokens` and `boundary` are examples of what goes into the
+        first stage and from each to the next."""
+        self.parts = parts
+        self.num_stages = num_stages
+        self.group = group
+        self.boundary = boundary
+        self.rank_of_stage = self._ranks(schedule)
+        stages = [self._stage(number, part, tokens) for number, part in parts.items()]
+        for stage in stages:
+            stage.sharding_stage = sharding_stage
+        kind = get_schedule_class(schedule)
+        is_single = issubclass(kind, PipelineScheduleSingle)
+        self.schedule: _PipelineSchedule = kind(
+            stages[0] if is_single else stages,
+            n_microbatches=micro_batches,
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
+
+    def _ranks(self, schedule: str) -> list[int]:
+        pp = self.group.size()
+        owner = {
+            stage: rank
+            for rank in range(pp)
+            for stage in stages_of_rank(rank, pp, schedule, self.num_stages // pp)
+        }
+        return [owner[stage] for stage in range(self.num_stages)]
+
+    def _stage(self, number: int, part: GPT, tokens: Tensor) -> Stage:
+        """Shapes are given, so the ranks need not ask each other for them before the first step."""
+        between = torch.empty_like(self.boundary, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        return Stage(
+            part,
+            number,
+            self.num_stages,
+            self.boundary.device,
+            input_args=tokens.to("meta") if part.is_first else between,
+            output_args=loss if part.is_last else between,
+            group=self.group,
+        )
+
+    def step(self, tokens: Tensor, arguments: Arguments) -> Tensor:
+        """Forward and backward of all micro-batches; the summed loss, zero where it is not known.
+
+        Each argument has a row for every sample, or one for every micro-batch.
+        """
+        losses: list[Tensor] = []
+        inputs = (tokens,) if 0 in self.parts else ()
+        target = arguments["labels"] if self.num_stages - 1 in self.parts else None
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **arguments)
+        return torch.stack(losses).sum() if losses else torch.zeros(())
+
+    def forward(self, micro_batches: list[tuple[Tensor, Arguments]]) -> list[Tensor]:
+        """What the last stage gives for each micro-batch; an empty list on the other ranks.
+
+        Stage by stage over all micro-batches: sends never wait, so no order of ranks can lock.
+        """
+        sent: list[tuple[dist.Work, Tensor]] = []
+        outputs: list[Tensor] = []
+        kept: dict[int, list[Tensor]] = {}
+        for number, part in self.parts.items():
+            for index, (tokens, arguments) in enumerate(micro_batches):
+                inputs = tokens if part.is_first else self._input(number, index, kept, tokens)
+                output = part(inputs, **arguments)
+                if part.is_last:
+                    outputs.append(output)
+                elif number + 1 in self.parts:
+                    kept.setdefault(number + 1, []).append(output)
+                else:
+                    message = output.contiguous()
+                    peer = self.rank_of_stage[number + 1]
+                    work = dist.isend(message, group=self.group, group_dst=peer)
+                    assert work is not None
+                    sent.append((work, message))
+        for work, _ in sent:
+            work.wait()
+        return outputs
+
+    def _input(
+        self, number: int, index: int, kept: dict[int, list[Tensor]], tokens: Tensor
+    ) -> Tensor:
+        if number in kept:
+            return kept[number][index]
+        received = self.boundary.new_empty((tokens.shape[0], *self.boundary.shape[1:]))
+        dist.recv(received, group=self.group, group_src=self.rank_of_stage[number - 1])
+        return received
+
+
+def build_pipeline(
+    config: Config, mesh: Mesh, parts: dict[int, GPT], precision: Precision, device: torch.device
+) -> Pipeline | None:
+    """The pipeline over these parts, or None where there is no such axis."""
+    group = mesh.group("pp")
+    if group is None:
+        return None
+    batch, length = config.Data.batch_size.micro_batch_size, config.Data.dataset.max_seq_len
+    own_length = length // mesh.layout.mp if config.Model.sequence_parallel else length
+    dtype = precision.dtype if precision.level == "O2" else torch.get_default_dtype()
+    return Pipeline(
+        parts,
+        count_stages(config),
+        group,
+        schedule=config.Distributed.pp_schedule,
+        micro_batches=config.Engine.accumulate_steps,
+        tokens=torch.empty((batch, length), dtype=torch.int64, device="meta"),
+        boundary=torch.empty(
+            (batch, own_length, config.Model.hidden_size), dtype=dtype, device=device
+        ),
+        sharding_stage=mesh.layout.stage,
+    )

@@ -1,0 +1,109 @@
+"""After the backward pass: gradients that stand on several ranks become one sum on each.
+
+Sharded parameters come summed from torch. The rest is here:
+- plain data parallelism, one message a layer, sent as soon as the layer's last gradient is there;
+- what only saw its own positions under sequence parallelism, summed over the model-parallel ranks;
+- the embedding, which the first and the last pipeline stage both hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fourfold.mesh import Mesh, sum_over
+from fourfold.parallel.pieces import TIED, WORD, local
+from fourfold.parallel.tensor import has_partial_gradient
+
+
+class Bucket:
+    """Gradients that travel together."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup) -> None:
+        self.parameters = parameters
+        self.group = group
+        self.arrived = 0
+        self.flat: Tensor | None = None
+        self.sent: dist.Work | None = None
+
+    def send(self) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.sent = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def receive(self) -> None:
+        if self.sent is None:
+            self.send()
+        assert self.sent is not None and self.flat is not None
+        self.sent.wait()
+        start = 0
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                stop = start + parameter.grad.numel()
+                parameter.grad.copy_(self.flat[start:stop].view_as(parameter.grad))
+                start = stop
+        self.arrived, self.flat, self.sent = 0, None, None
+
+
+class Replicas:
+    """Plain data parallelism: every rank has all of the gradients, each of its own samples."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        masters: dict[str, nn.Parameter],
+        group: ProcessGroup,
+        micro_batches: int,
+    ) -> None:
+        """`parameters` are the network's and may be of low precision; gradients of `masters` are
+        what is summed. The hooks that fill those were registered before."""
+        self.micro_batches = micro_batches
+        by_layer: dict[str, list[str]] = {}
+        for name in masters:
+            layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "rest"
+            by_layer.setdefault(layer, []).append(name)
+        self.buckets = []
+        for layer, names in by_layer.items():
+            bucket = Bucket([masters[name] for name in names], group)
+            self.buckets.append(bucket)
+            # The embedding gets its gradient in two places, so it waits for the end.
+            if layer != "rest":
+                for name in names:
+                    hook = self._count(bucket)
+                    parameters[name].register_post_accumulate_grad_hook(hook)
+
+    def _count(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        def arrive(_: Tensor) -> None:
+            bucket.arrived += 1
+            if bucket.arrived == self.micro_batches * len(bucket.parameters):
+                bucket.send()
+
+        return arrive
+
+    def finish(self) -> None:
+        for bucket in self.buckets:
+            bucket.receive()
+
+
+@torch.no_grad()
+def sum_across_model(masters: dict[str, nn.Parameter], mesh: Mesh, by_sequence: bool) -> None:
+    """Complete the gradients of what is applied between the blocks."""
+    partial = [p for name, p in masters.items() if has_partial_gradient(name, by_sequence)]
+    sum_over(mesh.group("mp"), [local(p.grad) for p in partial if p.grad is not None])
+
+
+@torch.no_grad()
+def sum_tied(masters: dict[str, nn.Parameter], mesh: Mesh) -> None:
+    """The embedding's gradient is the sum of its two uses, on both of its copies."""
+    copies = [masters[key] for key in (WORD, TIED) if key in masters]
+    gradients = [local(p.grad) for p in copies if p.grad is not None]
+    if len(gradients) == 2:
+        # Both ends of a V-shaped pipeline are on one rank.
+        gradients[0] += gradients[1]
+        gradients[1].copy_(gradients[0])
+    elif gradients:
+        sum_over(mesh.ends_group, gradients)

@@ -1,0 +1,48 @@
+"""The pipeline's stages: which layers are whose, and which stages stand on which rank."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from fourfold.config import Config
+
+# Two stages a rank, the second half of them in the reverse order.
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+
+
+def layers_of_stages(num_layers: int, stages: int, given: list[int] | None = None) -> list[range]:
+    """The layers of each stage: as given, or as even as can be with the longer ones inside."""
+    if given is None:
+        short, longer = divmod(num_layers, stages)
+        given = [short] * stages
+        # The middle first, then outwards: the ends also hold the embedding and the head.
+        middle_first = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
+        for stage in middle_first[:longer]:
+            given[stage] += 1
+    assert len(given) == stages and sum(given) == num_layers
+    return [range(start, stop) for start, stop in pairwise(accumulate(given, initial=0))]
+
+
+def stages_of_rank(pp_rank: int, pp: int, schedule: str, per_rank: int) -> list[int]:
+    """Round and round, or there and back again for the schedules in the shape of a V."""
+    if schedule in V_SCHEDULES:
+        return [pp_rank, 2 * pp - 1 - pp_rank]
+    return [pp_rank + turn * pp for turn in range(per_rank)]
+
+
+def count_stages(config: Config) -> int:
+    distributed = config.Distributed
+    return distributed.pp_degree * (
+        distributed.virtual_pp_degree if distributed.pp_degree > 1 else 1
+    )
+
+
+def stages_here(config: Config, pp_rank: int) -> dict[int, range]:
+    """The stages of a pipeline rank, in order, with the layers of each."""
+    distributed, stages = config.Distributed, count_stages(config)
+    layers = layers_of_stages(config.Model.num_layers, stages, distributed.pp_layers)
+    if stages == 1:
+        return {0: layers[0]}
+    pp = distributed.pp_degree
+    numbers = stages_of_rank(pp_rank, pp, distributed.pp_schedule, stages // pp)
+    return {number: layers[number] for number in numbers}

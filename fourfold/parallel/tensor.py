@@ -1,0 +1,238 @@
+"""Model parallelism: each rank holds a slice of every matrix, in torch's `parallelize_module`.
+
+Which dimension of which parameter is cut is a table by name, and nothing else needs to know:
+initial weights, checkpoints and the gradient norm all read `split_dim`.
+
+The styles below follow torch's `ParallelStyle`, but keep plain local tensors where torch's own
+make DTensors of the activations: the same collectives at a quarter of the overhead, and
+`fully_shard` then sees ordinary parameters.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from fourfold.model.gpt import GPT, CoreAttention, Head
+from fourfold.model.loss import Vocabulary
+from fourfold.model.names import is_norm
+from fourfold.model.seeds import mix_seed
+from fourfold.parallel.collectives import enter, leave
+
+# Ends of parameter names -> the dimension that is cut over the model-parallel ranks.
+SPLIT_DIMS = {
+    "embeddings.word.weight": 0,
+    "attn.qkv.weight": 0,
+    "attn.qkv.bias": 0,
+    "attn.out.weight": 1,
+    "mlp.up.weight": 0,
+    "mlp.up.bias": 0,
+    "mlp.down.weight": 1,
+}
+
+
+def split_dim(name: str) -> int | None:
+    """Which dimension of the parameter is cut; None if every rank holds all of it."""
+    return next((dim for end, dim in SPLIT_DIMS.items() if name.endswith(end)), None)
+
+
+def own_range(size: int, rank: int, degree: int) -> tuple[int, int]:
+    """The piece [start, stop) of `size` rows that `rank` holds; the first ones are the longer."""
+    short, longer = divmod(size, degree)
+    start = rank * short + min(rank, longer)
+    return start, start + short + (rank < longer)
+
+
+def has_partial_gradient(name: str, by_sequence: bool) -> bool:
+    """Whether each rank's gradient is only of its own positions and must be summed.
+
+    With sequence parallelism that is so for whatever is applied between the blocks.
+    """
+    between = is_norm(name) or name.endswith(("attn.out.bias", "mlp.down.bias"))
+    return by_sequence and (between or name.endswith("embeddings.position.weight"))
+
+
+def apply_model_parallel(model: GPT, mesh: DeviceMesh, by_sequence: bool) -> None:
+    """Cut the model (or the part of it) over the ranks of `mesh`. Expects the meta device."""
+    plan: dict[str, ParallelStyle] = {
+        "embeddings.word": Lookup(by_sequence),
+        "layers.*.attn.qkv": Columns(by_sequence),
+        "layers.*.attn.core": Heads(by_sequence),
+        "layers.*.attn.out": Rows(by_sequence),
+        "layers.*.mlp.up": Columns(by_sequence),
+        "layers.*.mlp.down": Rows(by_sequence),
+    }
+    if model.is_first:
+        plan["embeddings.position"] = Positions(by_sequence)
+    if not model.is_first and not model.is_last:
+        del plan["embeddings.word"]
+    if model.is_last:
+        plan["head"] = Logits(by_sequence, model.shape.vocab_size)
+    parallelize_module(model, mesh, plan)
+
+
+class _Style(ParallelStyle):
+    def __init__(self, by_sequence: bool) -> None:
+        super().__init__()
+        self.by_sequence = by_sequence
+
+    def cut(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> tuple[int, int]:
+        """Replace a parameter by this rank's slice of it; its range in the whole."""
+        whole: Tensor = getattr(module, name)
+        start, stop = own_range(whole.shape[dim], mesh.get_local_rank(), mesh.size())
+        own = whole.data.narrow(dim, start, stop - start).clone()
+        module.register_parameter(name, nn.Parameter(own))
+        return start, stop
+
+
+class Columns(_Style):
+    """A linear layer whose outputs are cut: every rank computes some of the features."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.cut(module, "weight", 0, device_mesh)
+        self.cut(module, "bias", 0, device_mesh)
+        group, by_sequence, whole_forward = (
+            device_mesh.get_group(),
+            self.by_sequence,
+            module.forward,
+        )
+        module.forward = lambda x: whole_forward(enter(x, group, by_sequence))
+        return module
+
+
+class Rows(_Style):
+    """A linear layer whose inputs are cut: every rank has a partial sum, the bias comes after."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.cut(module, "weight", 1, device_mesh)
+        group, by_sequence = device_mesh.get_group(), self.by_sequence
+
+        def forward(module: nn.Linear, x: Tensor) -> Tensor:
+            return leave(F.linear(x, module.weight), group, by_sequence) + module.bias
+
+        module.forward = MethodType(forward, module)
+        return module
+
+
+class Lookup(_Style):
+    """The word embedding with its rows cut: ids of other ranks' rows give zero here."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        start, stop = self.cut(module, "weight", 0, device_mesh)
+        group, by_sequence = device_mesh.get_group(), self.by_sequence
+
+        def forward(module: nn.Embedding, tokens: Tensor) -> Tensor:
+            foreign = (tokens < start) | (tokens >= stop)
+            found = F.embedding((tokens - start).masked_fill(foreign, 0), module.weight)
+            return leave(found.masked_fill(foreign.unsqueeze(-1), 0.0), group, by_sequence)
+
+        module.forward = MethodType(forward, module)
+        return module
+
+
+class Positions(_Style):
+    """The position embedding, whole; with sequence parallelism of the own positions only."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank, degree, whole_forward = (
+            device_mesh.get_local_rank(),
+            device_mesh.size(),
+            module.forward,
+        )
+        if self.by_sequence:
+            module.forward = lambda ids: whole_forward(ids.chunk(degree, dim=-1)[rank])
+        return module
+
+
+class Heads(_Style):
+    """Attention over the own heads. Their dropout must differ from the other ranks'.
+
+    Without sequence parallelism the dropout after the block must not differ, so the generator is
+    set aside for the time of the attention.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, CoreAttention)
+        if module.dropout == 0.0 or self.by_sequence:
+            return module
+        rank, whole_forward = device_mesh.get_local_rank(), module.forward
+
+        def forward(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+        ) -> Tensor:
+            if not module.training:
+                return whole_forward(q, k, v, mask)
+            # Drawn by all ranks alike, and again when the layer is recomputed.
+            shared = int(torch.randint(2**62, ()))
+            devices = [q.device] if q.device.type != "cpu" else []
+            with torch.random.fork_rng(devices, device_type=q.device.type):
+                torch.manual_seed(mix_seed(shared, rank))
+                return whole_forward(q, k, v, mask)
+
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        return module
+
+
+class Logits(_Style):
+    """The head over the own rows of the vocabulary."""
+
+    def __init__(self, by_sequence: bool, vocab_size: int) -> None:
+        super().__init__(by_sequence)
+        self.vocab_size = vocab_size
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Head)
+        degree, rank = device_mesh.size(), device_mesh.get_local_rank()
+        ranges = [own_range(self.vocab_size, rank, degree) for rank in range(degree)]
+        group, by_sequence, whole_forward = (
+            device_mesh.get_group(),
+            self.by_sequence,
+            module.forward,
+        )
+
+        def forward(x: Tensor, weight: Tensor, labels: Tensor | None, *loss_terms: Any) -> Tensor:
+            x = enter(x, group, by_sequence)
+            given = whole_forward(x, weight, labels, *loss_terms)
+            return given if labels is not None else _all_columns(given, ranges, group)
+
+        module.vocabulary = VocabularyRows(ranges[rank][0], group)
+        module.forward = forward  # type: ignore[assignment,method-assign]
+        return module
+
+
+def _all_columns(logits: Tensor, ranges: list[tuple[int, int]], group: ProcessGroup) -> Tensor:
+    """(B, T, own V) of every rank -> (B, T, V). For generation: no gradient goes through it."""
+    pieces = [logits.new_empty((*logits.shape[:-1], stop - start)) for start, stop in ranges]
+    dist.all_gather(pieces, logits.detach().contiguous(), group=group)
+    return torch.cat(pieces, dim=-1)
+
+
+class VocabularyRows(Vocabulary):
+    """Probabilities where each rank has the logits of its own rows of the vocabulary."""
+
+    def __init__(self, first_row: int, group: ProcessGroup) -> None:
+        self.first_row = first_row
+        self.group = group
+
+    def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        target = target - self.first_row
+        foreign = (target < 0) | (target >= logits.shape[1])
+        target = target.masked_fill(foreign, 0)
+        largest = logits.amax(dim=1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        logits.sub_(largest)
+        target_logit = logits.gather(1, target).masked_fill_(foreign, 0.0)
+        probabilities = logits.exp_()
+        sums = torch.cat([probabilities.sum(dim=1, keepdim=True), target_logit], dim=1)  # (C, 2)
+        dist.all_reduce(sums, group=self.group)
+        normaliser, target_logit = sums.split(1, dim=1)
+        probabilities.div_(normaliser)
+        return normaliser.log() - target_logit, target, (~foreign).to(logits.dtype)

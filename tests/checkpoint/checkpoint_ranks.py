@@ -1,0 +1,111 @@
+"""Ranks as threads, and tensors cut into rectangles in every possible way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_samples import Tensors
+from hypothesis import strategies as st
+
+from fourfold import checkpoint
+from fourfold.checkpoint import Crew, Piece
+from fourfold.checkpoint.pieces import Box
+
+
+def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[Crew]:
+    """The views of `size` threads, with an `agree` that fails rather than hangs."""
+    barrier = threading.Barrier(size, timeout=20.0)
+    said: list[str | None] = [None] * size
+
+    def agree_of(rank: int) -> Callable[[str | None], str | None]:
+        def agree(text: str | None) -> str | None:
+            said[rank] = text
+            barrier.wait()
+            first = next((word for word in said if word is not None), None)
+            barrier.wait()
+            return first
+
+        return agree
+
+    return [Crew(rank, size, session, agree_of(rank), timeout_seconds) for rank in range(size)]
+
+
+def on_all(together: list[Crew], work: Callable[[Crew], object]) -> list[Any]:
+    """What `work` returns, or raises, on each rank."""
+    results: list[Any] = [None] * len(together)
+
+    def run(crew: Crew) -> None:
+        try:
+            results[crew.rank] = work(crew)
+        except BaseException as error:
+            results[crew.rank] = error
+
+    threads = [threading.Thread(target=run, args=(crew,)) for crew in together]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def rows_of(tensors: Tensors, crew: Crew) -> dict[str, torch.Tensor | Piece]:
+    """An even cut along the first dimension; what has none is the last rank's."""
+    pieces: dict[str, torch.Tensor | Piece] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0:
+            if crew.rank == crew.size - 1:
+                pieces[name] = tensor
+            continue
+        first, last = (len(tensor) * rank // crew.size for rank in (crew.rank, crew.rank + 1))
+        offsets = (first,) + (0,) * (tensor.dim() - 1)
+        pieces[name] = Piece(tensor[first:last], tuple(tensor.shape), offsets)
+    return pieces
+
+
+def save_rows(
+    output_dir: Path, step: int, tensors: Tensors, state: dict[str, Any], size: int, **options: Any
+) -> list[Any]:
+    """What `save` gives on each of `size` ranks."""
+    return on_all(
+        crews(size, **options),
+        lambda crew: checkpoint.save(output_dir, step, rows_of(tensors, crew), state, crew=crew),
+    )
+
+
+def cut(tensor: torch.Tensor, box: Box) -> Piece:
+    index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))
+    return Piece(tensor[index], tuple(tensor.shape), box.offsets)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...], most: int) -> list[Box]:
+    """Up to `most` boxes that tile `shape`, some perhaps empty, by cutting one in two at a time."""
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, most - 1)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.shape[axis]))
+        for start, stop in ((0, at), (at, box.shape[axis])):
+            offsets, sizes = list(box.offsets), list(box.shape)
+            offsets[axis] += start
+            sizes[axis] = stop - start
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return boxes
+
+
+@st.composite
+def dealt(
+    draw: st.DrawFn, shapes: Mapping[str, tuple[int, ...]], ranks: int
+) -> list[dict[str, Box]]:
+    """Every tensor tiled, its pieces given to different ranks: for each rank, name -> box."""
+    hands: list[dict[str, Box]] = [{} for _ in range(ranks)]
+    for name, shape in shapes.items():
+        boxes = draw(tilings(shape, ranks))
+        order = draw(st.permutations(range(ranks)))
+        for rank, box in zip(order, boxes, strict=False):
+            hands[rank][name] = box
+    return hands

@@ -1,0 +1,455 @@
+"""Many ranks, one checkpoint: written under one cut, read under any other, or not there at all."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import crews, cut, dealt, on_all, rows_of, save_rows, tilings
+from checkpoint_samples import Tensors, blank, same_bits, sample, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold import checkpoint
+from fourfold.checkpoint import Crew, Piece, reading, shards, writing
+from fourfold.checkpoint.pieces import Box, tiling_problem
+from fourfold.errors import CheckpointError
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def load_rows(where: Path, like: Tensors, size: int) -> tuple[list[Any], Tensors]:
+    """What `resume` gives on each rank, and the tensors they filled together."""
+    into = blank(like)
+    return on_all(
+        crews(size),
+        lambda crew: checkpoint.resume(where, rows_of(into, crew), lambda _: None, crew=crew),
+    ), into
+
+
+# --- any cut to any other ---------------------------------------------------------------------
+
+SHAPES = {
+    "model.vector": (7,),
+    "model.matrix": (5, 6),
+    "model.cube": (3, 4, 2),
+    "optim.scalar": (),
+    "optim.empty": (0, 3),
+    "optim.thin": (1, 9),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float64]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31))
+def test_saved_under_one_cut_it_loads_under_any_other(data, writers, readers, seed) -> None:
+    torch.manual_seed(seed)
+    tensors = {
+        name: torch.randint(0, 2, shape).to(dtype)
+        for (name, shape), dtype in zip(SHAPES.items(), DTYPES, strict=True)
+    }
+    given_ = data.draw(dealt(SHAPES, writers))
+    asked = data.draw(dealt(SHAPES, readers))
+    into = blank(tensors)
+
+    def save(crew: Crew) -> Path:
+        pieces = {name: cut(tensors[name], box) for name, box in given_[crew.rank].items()}
+        return checkpoint.save(folder, 3, pieces, {"step": 3}, crew=crew)
+
+    def load(crew: Crew) -> dict[str, Any]:
+        pieces = {name: cut(into[name], box) for name, box in asked[crew.rank].items()}
+        return checkpoint.load(directory, pieces, crew=crew)
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "step_3"
+        assert on_all(crews(writers), save) == [directory] * writers
+        assert checkpoint.verify(directory) == []
+        assert on_all(crews(readers), load) == [{"step": 3}] * readers
+        assert same_bits(into, tensors)
+        whole = checkpoint.merge(directory, Path(folder) / "whole")
+        merged = blank(tensors)
+        assert checkpoint.load(whole, merged) == {"step": 3}
+        assert same_bits(merged, tensors) and checkpoint.verify(whole) == []
+
+
+def test_ranks_may_ask_for_the_same_and_for_parts_only(tmp_path: Path) -> None:
+    tensor = torch.arange(48.0).reshape(8, 6)
+    save_rows(tmp_path, 1, {"model.w": tensor}, {}, size=4)
+    into = torch.full((5, 2), -1.0)
+    wanted = [torch.zeros(8, 6), torch.zeros(8, 6), into.t()[:, 1:4].t()]
+    boxes = [(0, 0), (0, 0), (3, 4)]
+    on_all(
+        crews(3),
+        lambda crew: checkpoint.load(
+            tmp_path / "step_1",
+            {"model.w": Piece(wanted[crew.rank], (8, 6), boxes[crew.rank])},
+            crew=crew,
+        ),
+    )
+    assert torch.equal(wanted[0], tensor) and torch.equal(wanted[1], tensor)
+    assert torch.equal(into[1:4], tensor[3:6, 4:])
+    assert (into[[0, 4]] == -1).all(), "written beside the piece"
+
+
+def test_only_the_files_that_hold_something_of_it_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.randn(8, 3)
+    save_rows(tmp_path, 1, {"model.w": tensor}, {}, size=4)
+    opened: list[str] = []
+    real = shards.open_shard
+    monkeypatch.setattr(shards, "open_shard", lambda path: opened.append(path.name) or real(path))
+    part = torch.zeros(3, 3)
+    checkpoint.load(tmp_path / "step_1", {"model.w": Piece(part, (8, 3), (3, 0))})
+    assert torch.equal(part, tensor[3:6])
+    assert set(opened) == {f"model-rank0000{r}-00001-of-00001.safetensors" for r in (1, 2)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 4), max_size=3).map(tuple))
+def test_tilings_are_told_from_everything_else(data, shape) -> None:
+    boxes = data.draw(tilings(shape, 6))
+    for change in data.draw(st.lists(st.sampled_from(["drop", "repeat", "move"]), max_size=2)):
+        if not boxes:
+            break
+        box = boxes[data.draw(st.integers(0, len(boxes) - 1))]
+        if change != "repeat":
+            boxes.remove(box)
+        if change == "repeat":
+            boxes.append(box)
+        if change == "move" and shape:
+            offsets = tuple(data.draw(st.integers(0, 4)) for _ in shape)
+            boxes.append(Box(offsets, box.shape))
+    counts = torch.zeros([size + 9 for size in shape], dtype=torch.int64)
+    for box in boxes:
+        counts[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] += 1
+    inside = counts[tuple(slice(0, n) for n in shape)]
+    expected = bool((inside == 1).all()) and int(counts.sum()) == inside.numel()
+    if all(box.fits_in(shape) for box in boxes):
+        assert (tiling_problem(shape, boxes) is None) == expected
+    else:
+        assert tiling_problem(shape, boxes) == "a piece reaches beyond it"
+
+
+def test_a_pinwheel_tiles_and_its_mirror_image_does_not() -> None:
+    wheel = [
+        ((0, 0), (1, 2)),
+        ((0, 2), (2, 1)),
+        ((2, 1), (1, 2)),
+        ((1, 0), (2, 1)),
+        ((1, 1), (1, 1)),
+    ]
+    boxes = [Box(*box) for box in wheel]
+    assert tiling_problem((3, 3), boxes) is None
+    boxes[1] = Box((1, 2), (2, 1))  # the same volume, with a hole and an overlap
+    assert tiling_problem((3, 3), boxes) == "its pieces overlap"
+    many = Box((0,) * 7, (1,) * 7)
+    assert "cut along 7 dimensions" in (tiling_problem((2,) * 7, [many]) or "")
+
+
+# --- what the ranks must agree on -------------------------------------------------------------
+
+
+def given_by(*pieces: Piece | torch.Tensor) -> Callable[[Crew], dict[str, Piece | torch.Tensor]]:
+    return lambda crew: {"model.w": pieces[crew.rank]}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        (given_by(Piece(torch.ones(2, 3), (5, 3), (0, 0)), Piece(torch.ones(2, 3), (5, 3), (3, 0))),
+         "3 of its 15 elements are in no piece"),
+        (given_by(Piece(torch.ones(3, 3), (5, 3), (0, 0)), Piece(torch.ones(3, 3), (5, 3), (2, 0))),
+         "its pieces overlap"),
+        (given_by(torch.ones(2), torch.ones(2)), "its pieces overlap"),
+        (given_by(Piece(torch.ones(2), (4,), (0,)), Piece(torch.ones(2).half(), (4,), (2,))),
+         r"float16 \[4\] on rank 1 and float32 \[4\]"),
+        (given_by(Piece(torch.ones(2), (4,), (0,)), Piece(torch.ones(2), (5,), (2,))),
+         r"float32 \[5\] on rank 1 and float32 \[4\]"),
+    ],
+    ids=["gap", "overlap", "replica", "dtype", "shape"],
+)  # fmt: skip
+def test_pieces_that_make_no_whole_are_not_committed(tmp_path: Path, pieces, reason) -> None:
+    save_rows(tmp_path, 1, sample(1), state_of(1), size=2)
+    results = on_all(
+        crews(2), lambda crew: checkpoint.save(tmp_path, 2, pieces(crew), {}, crew=crew)
+    )
+    with pytest.raises(CheckpointError, match=f"cannot save checkpoint .*step_2.*{reason}"):
+        raise results[0]
+    assert results[1] == tmp_path / "step_2"
+    assert names(tmp_path) == {"step_1", "latest"}
+
+
+def test_a_piece_outside_its_tensor_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    for piece in (Piece(torch.ones(3), (4,), (2,)), Piece(torch.ones(3), (3, 1), (0, 0))):
+        with pytest.raises(ValueError, match="no piece of a tensor"):
+            checkpoint.save(tmp_path, 1, {"model.w": piece}, {})
+
+
+def test_a_tensor_no_rank_asks_for_is_named_on_every_rank(tmp_path: Path) -> None:
+    save_rows(tmp_path, 1, {f"model.{i}": torch.ones(2) for i in range(4)}, {}, size=2)
+    results = on_all(
+        crews(3),
+        lambda crew: checkpoint.load(
+            tmp_path / "step_1", {f"model.{crew.rank}": torch.zeros(2)}, crew=crew
+        ),
+    )
+    assert {type(result) for result in results} == {checkpoint.MismatchError}
+    assert len({str(result) for result in results}) == 1
+    assert "1 only in it: model.3." in str(results[0])
+
+
+def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    save_rows(tmp_path, 1, {"model.w": torch.ones(4)}, {}, size=2)
+    into = [torch.zeros(4), torch.zeros(5)]
+    results = on_all(
+        crews(2),
+        lambda crew: checkpoint.resume(
+            tmp_path, {"model.w": into[crew.rank]}, pytest.fail, crew=crew
+        ),
+    )
+    assert {type(result) for result in results} == {checkpoint.MismatchError}
+    assert "rank 1: " in str(results[0]) and "here float32 [5]" in str(results[0])
+    assert not into[0].any()
+
+
+@pytest.mark.parametrize("file", ["rank00000", "rank00002", "state.json", "manifest.json"])
+def test_all_ranks_fall_back_together(tmp_path: Path, file: str) -> None:
+    tensors = {step: sample(step, floats=24) for step in (1, 2)}
+    for step in (1, 2):
+        save_rows(tmp_path, step, tensors[step], state_of(step), size=3)
+    damaged = next(path for path in sorted((tmp_path / "step_2").iterdir()) if file in path.name)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    notices: list[str] = []
+    into = blank(tensors[1])
+    results = on_all(
+        crews(2),
+        lambda crew: checkpoint.resume(tmp_path, rows_of(into, crew), notices.append, crew=crew),
+    )
+    assert results == [(tmp_path / "step_1", state_of(1))] * 2
+    assert same_bits(into, tensors[1])
+    assert len(notices) == 2 and notices[0] == notices[1] and damaged.name in notices[0]
+
+
+def test_nothing_to_resume_from_is_told_by_every_rank(tmp_path: Path) -> None:
+    results, _ = load_rows(tmp_path, sample(1), size=3)
+    assert all("no checkpoint at" in str(result) for result in results)
+
+
+def test_a_rank_that_sees_a_replaced_checkpoint_makes_all_start_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 reads the manifest just before, the others just after step_2 is written again."""
+    save_rows(tmp_path, 1, sample(1), state_of(1), size=2)
+    save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
+    old = reading.read_manifest(tmp_path / "step_2")
+    save_rows(tmp_path, 2, sample(22), state_of(22), size=2)
+    real, reads = reading.read_manifest, itertools.count()
+    lock = threading.Lock()
+
+    def stale_once(directory: Path) -> object:
+        with lock:
+            return old if next(reads) == 0 else real(directory)
+
+    monkeypatch.setattr(reading, "read_manifest", stale_once)
+    results, into = load_rows(tmp_path, sample(2), size=3)
+    assert results == [(tmp_path / "step_2", state_of(22))] * 3
+    assert same_bits(into, sample(22)) and next(reads) > 4
+
+
+# --- ranks that fail, hang or come late -------------------------------------------------------
+
+
+def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_rows(tmp_path, 1, sample(1), state_of(1), size=3)
+    real = writing.write_shards
+
+    def full_on_rank_1(directory: Path, pieces: Any, label: str) -> object:
+        tables = real(directory, pieces, label)
+        if label == "rank00001-":
+            raise OSError(28, "No space left on device")
+        return tables
+
+    monkeypatch.setattr(writing, "write_shards", full_on_rank_1)
+    results = save_rows(tmp_path, 2, sample(2), state_of(2), size=3)
+    assert isinstance(results[0], CheckpointError) and isinstance(results[1], CheckpointError)
+    assert "step_2: rank 1: [Errno 28] No space left" in str(results[0])
+    assert "The part of rank 1 needs" in str(results[0])
+    assert "step_2: [Errno 28] No space left" in str(results[1])
+    assert results[2] == tmp_path / "step_2"
+    assert names(tmp_path) == {"step_1", "latest"}
+    monkeypatch.undo()
+    assert save_rows(tmp_path, 2, sample(2), state_of(2), size=3) == [tmp_path / "step_2"] * 3
+    assert load_rows(tmp_path, sample(2), size=2)[0][0][1] == state_of(2)
+
+
+def test_rank_0_failing_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = writing.write_shards
+
+    def full_on_rank_0(directory: Path, pieces: Any, label: str) -> object:
+        if label == "rank00000-":
+            raise OSError(5, "I/O")
+        return real(directory, pieces, label)
+
+    monkeypatch.setattr(writing, "write_shards", full_on_rank_0)
+    results = save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
+    assert "rank 0: [Errno 5] I/O" in str(results[0]) and results[1] == tmp_path / "step_2"
+    assert names(tmp_path) == set()
+
+
+def test_a_mistake_of_ours_on_one_rank_reaches_rank_0_and_keeps_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = writing.write_shards
+
+    def broken_on_rank_1(directory: Path, pieces: Any, label: str) -> object:
+        if label == "rank00001-":
+            raise ZeroDivisionError("ours")
+        return real(directory, pieces, label)
+
+    monkeypatch.setattr(writing, "write_shards", broken_on_rank_1)
+    results = save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
+    assert "rank 1: ZeroDivisionError('ours')" in str(results[0])
+    assert isinstance(results[1], ZeroDivisionError)
+
+
+def test_missing_ranks_are_named_and_a_late_one_leaves_nothing(tmp_path: Path) -> None:
+    together = crews(4, timeout_seconds=0.2)
+
+    def save(crew: Crew) -> Path:
+        return checkpoint.save(tmp_path, 1, rows_of(sample(1), crew), {}, crew=crew)
+
+    with pytest.raises(CheckpointError, match=r"no part came from rank 1, 2, 3 within 0\.2 s"):
+        save(together[0])
+    assert names(tmp_path) == set()
+    with pytest.raises(CheckpointError, match=r"rank 0 did not begin this save within 0\.2 s"):
+        save(together[3])
+    assert names(tmp_path) == set()
+
+
+def test_meetings_of_dead_sessions_are_cleared_away(tmp_path: Path) -> None:
+    for name in (".step_5.tmp-crew-00112233aabbccdd", ".step_5.tmp-crew-00112233aabbccdd-0a1b2c3d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    save_rows(tmp_path, 5, sample(5), state_of(5), size=2, session="another")
+    assert names(tmp_path) == {"step_5", "latest"}
+
+
+def test_the_same_step_again_at_once_by_ranks_that_run_ahead(tmp_path: Path) -> None:
+    times = 15
+
+    def save(crew: Crew) -> None:
+        for number in range(times):
+            tensors = rows_of(sample(number, floats=64), crew)
+            checkpoint.save(tmp_path, 7, tensors, state_of(number), crew=crew)
+
+    assert on_all(crews(4), save) == [None] * 4
+    results, into = load_rows(tmp_path, sample(0, floats=64), size=1)
+    assert results[0][1] == state_of(times - 1)
+    assert same_bits(into, sample(times - 1, floats=64))
+    assert checkpoint.verify(tmp_path / "step_7") == []
+
+
+# --- in the background ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_save_in_the_background_holds_what_there_was_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    gate = threading.Event()
+    real = writing.write_shards
+
+    def gated(*arguments: Any) -> object:
+        assert gate.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(writing, "write_shards", gated)
+    tensors = sample(4, floats=24)
+
+    def begin(crew: Crew) -> checkpoint.PendingSave:
+        return checkpoint.begin_save(
+            tmp_path, 4, rows_of(tensors, crew), state_of(4), keep_last=2, crew=crew
+        )
+
+    pending = on_all(crews(size), begin)
+    assert not any(save.done for save in pending)
+    for tensor in tensors.values():
+        tensor.zero_()
+    gate.set()
+    assert [save.wait() for save in pending] == [tmp_path / "step_4"] * size
+    assert all(save.done for save in pending)
+    _, into = load_rows(tmp_path, tensors, size=2)
+    assert same_bits(into, sample(4, floats=24))
+
+
+def test_an_error_in_the_background_appears_at_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "write_shards", fail)
+    pending = checkpoint.begin_save(tmp_path, 1, sample(1), state_of(1))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No space left"):
+            pending.wait()
+    assert pending.done and names(tmp_path) == set()
+    with pytest.raises(TypeError):
+        checkpoint.begin_save(tmp_path, 1, sample(1), {"tuple": (1, 2)})
+
+
+# --- merging ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_merged_checkpoint_is_one_other_tools_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 300)
+    tensors = {f"model.w{i}": torch.randn(4, 1 + 7 * i) for i in range(6)}
+    save_rows(tmp_path / "run", 9, tensors | {"optim.m": torch.randn(8)}, state_of(9), size=3)
+    merged = checkpoint.merge(tmp_path / "run/step_9", tmp_path / "to/model", prefix="model.")
+    files = {path.name: path.stat().st_size for path in merged.glob("*.safetensors")}
+    assert len(files) > 2 and all(name.startswith("model-0000") for name in files)
+    assert names(tmp_path / "to") == {"model"}
+    into = blank(tensors)
+    assert checkpoint.resume(merged, into, pytest.fail) == (merged, state_of(9))
+    assert same_bits(into, tensors)
+    again = blank(tensors)
+    dcp.load(again, storage_reader=dcp.HuggingFaceStorageReader(str(merged)), no_dist=True)
+    assert same_bits(again, tensors)
+
+
+def test_merging_refuses_damage_what_exists_and_what_is_not_there(tmp_path: Path) -> None:
+    save_rows(tmp_path, 1, sample(1), state_of(1), size=2)
+    source = tmp_path / "step_1"
+    with pytest.raises(CheckpointError, match="exists already"):
+        checkpoint.merge(source, tmp_path / "step_1")
+    with pytest.raises(CheckpointError, match="no tensors whose names begin with 'mode1'"):
+        checkpoint.merge(source, tmp_path / "whole", prefix="mode1")
+    shard = source / "optim-rank00001-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=f"{shard.name} is corrupted"):
+        checkpoint.merge(source, tmp_path / "whole")
+    assert names(tmp_path) == {"step_1", "latest"}
+    checkpoint.merge(source, tmp_path / "whole", prefix="model.")
+
+
+def test_merging_does_not_disturb_a_save_beside_it(tmp_path: Path) -> None:
+    save_rows(tmp_path, 1, sample(1), state_of(1), size=2)
+    meeting = tmp_path / ".step_2.tmp-crew-00112233aabbccdd"
+    meeting.mkdir()
+    checkpoint.merge(tmp_path / "step_1", tmp_path / "whole")
+    assert meeting.is_dir()

@@ -1,0 +1,116 @@
+"""Runs of `supervise` with small works, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fourfold.launch import supervise
+
+
+@dataclass
+class Console:
+    """What a supervised run showed: rank 0's lines, and the supervisor's own."""
+
+    code: int = -1
+    shown: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.told)
+
+
+def run(work: Callable[[], None], nproc: int, log_dir: Path, **options: float) -> Console:
+    """Supervise `work` from this process; none of its processes may be left after it."""
+    console = Console()
+    console.code = supervise(
+        work, nproc, log_dir, echo=console.shown.append, tell=console.told.append, **options
+    )
+    assert no_children()
+    return console
+
+
+def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path) -> int:
+    """A supervisor in a process of its own, to be sent signals; its process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            with (log_dir / "told").open("w", buffering=1) as told:
+                code = supervise(
+                    work,
+                    nproc,
+                    log_dir,
+                    max_restarts=3,
+                    grace_seconds=0.5,
+                    echo=lambda line: None,
+                    tell=lambda line: print(line, file=told),
+                )
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_status(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def no_children() -> bool:
+    """Whether this process has neither children nor zombies."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; what init has not yet collected counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def attempt() -> int:
+    return int(os.environ["FOURFOLD_ATTEMPT"])
+
+
+def meet(timeout_seconds: float = 30.0) -> None:
+    """Join the other ranks over gloo."""
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.environ["FOURFOLD_STORE"], size),
+        rank=rank(),
+        world_size=size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def add_up() -> float:
+    """A collective: one from every rank."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)

@@ -1,0 +1,150 @@
+"""`fourfold train` as a launcher: what it refuses, what it hands to torchrun, and real runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fourfold.errors import UserError
+from fourfold.launch.torchrun import Nodes, torchrun_command
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
+
+TINY = {
+    "Global": {"device": "cpu"},
+    "Engine": {
+        "max_steps": 3,
+        "logging_freq": 1,
+        "eval_iters": 1,
+        "test_iters": 1,
+        "tensorboard": False,
+        "mix_precision": {"dtype": "float32"},
+        "save_load": {"save_steps": 2},
+    },
+    "Data": {
+        "batch_size": {"global_batch_size": 4, "micro_batch_size": 2},
+        "dataset": {
+            "input_dir": str(FIXTURE),
+            "split": "90,8,2",
+            "max_seq_len": 16,
+            "eos_token_id": 0,
+        },
+    },
+    "Model": {
+        "vocab_size": 1024,
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    },
+}
+
+NODES = ["--nnodes", "1", "--node-rank", "0", "--master", "127.0.0.1:1", "--nproc", "2"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    places = {
+        "Engine": TINY["Engine"] | {"save_load": {"output_dir": str(tmp_path / "run")}},
+        "Data": TINY["Data"] | {"dataset": TINY["Data"]["dataset"] | {"cache_dir": str(tmp_path)}},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | places))
+    return path
+
+
+def train(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fourfold", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | variables,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (["--nproc", "2"], {"RANK": "0", "WORLD_SIZE": "4"}, "leave --nproc out"),
+        (["--max-restarts", "1"], {}, "--max-restarts"),
+        (["--hang-seconds", "9"], {}, "--hang-seconds"),
+        (["--nproc", "2", "--hang-seconds", "0"], {}, "greater than 0"),
+        (["--nnodes", "2"], {}, "--node-rank and --master and --nproc missing"),
+        (["--master", "node0:29500", "--nproc", "2"], {}, "--nnodes and --node-rank missing"),
+        ([*NODES, "--hang-seconds", "9"], {}, "one machine only"),
+        (["--nproc", "0"], {}, "--nproc"),
+        ([], {"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE=x"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_would_not_work_is_refused(
+    words: list[str], variables: dict[str, str], said: str, tiny: Path
+) -> None:
+    result = train("-c", str(tiny), *words, **variables)
+    assert result.returncode == 2
+    assert said in result.stderr and "Traceback" not in result.stderr
+    assert not (tiny.parent / "run").exists()
+
+
+def test_torchrun_gets_every_option_and_the_same_command(tmp_path: Path) -> None:
+    command = ["train", "-c", "a.yaml", "-o", "Engine.max_steps=3"]
+    words = torchrun_command(Nodes(4, 0, "node0:29500"), 8, 2, tmp_path, command)
+    assert words == [
+        *[sys.executable, "-m", "torch.distributed.run"],
+        *["--nnodes", "4", "--node-rank", "0", "--nproc-per-node", "8"],
+        *["--master-addr", "node0", "--master-port", "29500", "--max-restarts", "2"],
+        *["--log-dir", str(tmp_path / "node_0"), "--redirects", "3", "--tee", "0:3"],
+        *["-m", "fourfold", "train", "-c", "a.yaml", "-o", "Engine.max_steps=3"],
+    ]
+    others = torchrun_command(Nodes(4, 3, "[fe80::1]:29500"), 8, 0, tmp_path, command)
+    assert "--tee" not in others, "only the first machine has the run's rank 0"
+    assert others[others.index("--master-addr") + 1] == "fe80::1"
+
+
+@pytest.mark.parametrize(
+    "master", ["", "node0", "node0:", ":1", "node0:x", "node0:0", "node0:65536", "::1:29500", "n:٣"]
+)
+def test_addresses_that_are_none(master: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--master"):
+        torchrun_command(Nodes(2, 0, master), 1, 0, tmp_path, [])
+
+
+def test_a_machine_that_is_not_among_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--node-rank 2"):
+        torchrun_command(Nodes(2, 2, "node0:1"), 1, 0, tmp_path, [])
+
+
+def test_processes_train_together(tiny: Path) -> None:
+    result = train("-c", str(tiny), "--nproc", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("global step 3,") == 1
+    logs = tiny.parent / "run" / "logs" / "attempt_0"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert "global step 3," in (logs / "rank_0.log").read_text()
+
+
+def test_a_user_error_of_all_processes_is_shown_once(tiny: Path) -> None:
+    nowhere = f"Data.dataset.input_dir={tiny.parent / 'nowhere'}"
+    result = train("-c", str(tiny), "--nproc", "2", "--max-restarts", "2", "-o", nowhere)
+    assert result.returncode == 2
+    assert result.stderr.count("nowhere") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_trains(tiny: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ["--nnodes", "1", "--node-rank", "0", "--master", master, "--nproc", "2"]
+    result = train("-c", str(tiny), *words, "-o", "Engine.max_steps=2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "global step 2," in result.stdout and "global step 3," not in result.stdout
+    logs = list((tiny.parent / "run" / "logs" / "node_0").rglob("*.log"))
+    assert len(logs) == 4, "standard output and error of each rank"

@@ -1,0 +1,113 @@
+"""Signals to the supervisor: passed on, waited for, and nothing left when it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from supervised import eventually, exit_status, is_gone, rank, start_supervisor
+
+
+def announced(directory: Path, nproc: int) -> bool:
+    return len(list(directory.glob("ready_*"))) == nproc
+
+
+def announce(directory: Path) -> None:
+    (directory / f"ready_{rank()}").touch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_stop_well_make_the_run_end_well(number: int, tmp_path: Path) -> None:
+    def work() -> None:
+        asked: list[int] = []
+        signal.signal(number, lambda received, frame: asked.append(received))
+        announce(tmp_path)
+        while not asked:
+            time.sleep(0.01)
+        (tmp_path / f"saved_{rank()}").touch()
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, number)
+    assert exit_status(supervisor) == 0
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+    assert (tmp_path / "told").read_text() == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ranks_that_know_no_better_end_by_the_signal(
+    number: int, code: int, tmp_path: Path
+) -> None:
+    def work() -> None:
+        announce(tmp_path)
+        time.sleep(1000)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, number)
+    assert exit_status(supervisor) == code
+    told = (tmp_path / "told").read_text()
+    assert f"ended by {signal.Signals(number).name}" in told
+    assert not (tmp_path / "attempt_1").exists(), "a stop is no reason to restart"
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGINT, lambda *_: (tmp_path / f"first_{rank()}").touch())
+        announce(tmp_path)
+        while True:
+            time.sleep(1)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGINT)
+    assert eventually(lambda: len(list(tmp_path.glob("first_*"))) == 2)
+    os.kill(supervisor, signal.SIGINT)
+    assert exit_status(supervisor) == 130
+
+
+def test_an_error_while_stopping_is_shown(tmp_path: Path) -> None:
+    def work() -> None:
+        def refuse(*_: object) -> None:
+            raise OSError("disk full")
+
+        signal.signal(signal.SIGTERM, refuse if rank() == 1 else signal.SIG_IGN)
+        announce(tmp_path)
+        while True:
+            time.sleep(1)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGTERM)
+    assert exit_status(supervisor) == 1
+    assert "OSError: disk full" in (tmp_path / "told").read_text()
+
+
+@pytest.mark.parametrize("start", ["exec", "fork", "orphan"])
+def test_nothing_outlives_a_killed_supervisor(start: str, tmp_path: Path) -> None:
+    grandchild: Callable[[], int] = {
+        "exec": lambda: subprocess.Popen(["sleep", "1000"]).pid,
+        "fork": lambda: os.fork() or time.sleep(1000) or 0,
+        "orphan": lambda: int(
+            subprocess.check_output(["sh", "-c", "sleep 1000 >/dev/null & echo $!"])
+        ),
+    }[start]
+
+    def work() -> None:
+        pids = [os.getpid(), grandchild()]
+        (tmp_path / f"pids_{rank()}").write_text(" ".join(map(str, pids)))
+        announce(tmp_path)
+        time.sleep(1000)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGKILL)
+    assert exit_status(supervisor) == -signal.SIGKILL
+    pids = [int(pid) for file in tmp_path.glob("pids_*") for pid in file.read_text().split()]
+    assert len(pids) == 4
+    assert eventually(lambda: all(map(is_gone, pids)))
