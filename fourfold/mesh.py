@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from fourfold.errors import UserError
+from fourfold.waiting import communicating
 
 AXES = ("dp", "pp", "sharding", "mp")
 T = TypeVar("T")
@@ -199,7 +200,8 @@ class Mesh:
         if self.size == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(summed)
+        with communicating():
+            dist.all_reduce(summed)
         return summed.tolist()
 
     def everyone(self, *values: float) -> list[list[float]]:
@@ -263,7 +265,8 @@ def sum_over(group: ProcessGroup | None, tensors: Sequence[torch.Tensor]) -> Non
     for same in by_type.values():
         # Flat, also because gloo mixes up the elements of tensors that are not contiguous.
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        dist.all_reduce(flat, group=group)
+        with communicating():
+            dist.all_reduce(flat, group=group)
         pieces = flat.split([tensor.numel() for tensor in same])
         for tensor, piece in zip(same, pieces):
             tensor.copy_(piece.view_as(tensor))

@@ -88,7 +88,7 @@ class Group:
             weight_decay,
             exp_avg=[torch.zeros_like(tensor) for tensor in held],
             exp_avg_sq=[torch.zeros_like(tensor) for tensor in held],
-            steps=[torch.zeros((), device=tensor.device) for tensor in held],
+            steps=[torch.zeros((), dtype=torch.float32, device=tensor.device) for tensor in held],
         )
 
     def filled(self) -> list[int]:
@@ -150,7 +150,7 @@ class Optimizer:
                 [],
                 [group.steps[i] for i in filled],
                 fused=True,
-                grad_scale=torch.tensor(divisor, device=group.steps[0].device),
+                grad_scale=torch.tensor(divisor, dtype=torch.float32, device=group.steps[0].device),
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],

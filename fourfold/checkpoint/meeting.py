@@ -37,7 +37,7 @@ from fourfold.checkpoint.shards import Tables
 from fourfold.errors import CheckpointError
 
 FIRST_PAUSE_SECONDS = 0.005
-LONGEST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 0.2
 
 
 class RankRecord(StrictRecord):

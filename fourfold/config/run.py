@@ -126,6 +126,11 @@ class Engine(Section):
         "An update with a non-finite loss or gradient is skipped; after this many in a row the "
         "run stops.",
     )
+    check_replicas_freq: CountOrZero = key(
+        0,
+        "Every this many steps compare, bit by bit, what several ranks must hold alike; 0 only "
+        "after loading a checkpoint.",
+    )
     tensorboard: bool = key(True, "Write TensorBoard event files to output_dir.")
     wandb: bool = key(False, "Log to Weights & Biases as well; needs the wandb package.")
     mix_precision: MixPrecision = section(MixPrecision, "Number formats of training.")

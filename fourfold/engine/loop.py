@@ -21,21 +21,15 @@ from fourfold.data import Batch
 from fourfold.engine import holdings
 from fourfold.engine.feeds import open_feeds
 from fourfold.engine.guard import Guard
+from fourfold.engine.instruments import Instruments
 from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
 from fourfold.errors import UserError
 from fourfold.mesh import connect, select_device
-from fourfold.metrics import (
-    Meter,
-    ProfilerWindow,
-    Sinks,
-    open_sinks,
-    peak_flops,
-    plot_losses,
-)
-from fourfold.model import ModelShape, flops_per_token
+from fourfold.metrics import Meter, Sinks
 from fourfold.optim import LossScale, Optimizer, Schedule
 from fourfold.parallel import layout_of, parallelize
+from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
 
 
@@ -76,43 +70,50 @@ class Engine:
 
     def fit(self) -> None:
         """Train from where the run stands to `max_steps`, then test. Returns early on a stop."""
-        engine = self.config.Engine
         self.output_dir.mkdir(parents=True, exist_ok=True)
+        heartbeat.beat(self.step, "resume")
         self._resume()
         with ExitStack() as closing:
             # Closed in the reverse order; one that fails does not keep the others from it.
             closing.callback(self.feeds.close)
-            sinks, meter, profiler = self._open_instruments(closing)
+            watch = self._open_instruments(closing)
             with StopRequest(self.output_dir) as stop:
-                if self.step >= engine.max_steps:
-                    sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
-                stopping = False
-                while self.step < engine.max_steps:
-                    heartbeat.beat(self.step, "reader")
-                    with meter.timed("reader"):
-                        batch = self.feeds.loaders["train"].batch(self.step)
-                    self.step += 1
-                    loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
-                    self._report(meter, sinks, loss, norm)
-                    profiler.step()
-                    if self.guard.gave_up:
-                        raise self.guard.failure(self.step, self._save(meter))
-                    if _due(self.step, engine.eval_freq):
-                        with meter.timed("evaluate"):
-                            self._evaluate(sinks, "eval", engine.eval_iters)
-                    last = self.step == engine.max_steps
-                    if _due(self.step, engine.save_load.save_steps) or last or stopping:
-                        self._save(meter)
-                    if stopping:
-                        break
-                self._finish_saving()
-                if stopping:
-                    reason = self.mesh.agree(stop.reason())
-                    sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
-                    return
-            with meter.timed("evaluate"):
-                self._evaluate(sinks, "test", engine.test_iters)
-            sinks.notice("The training process is complete.")
+                stopped = self._train(watch, stop)
+            if not stopped:
+                with watch.meter.timed("evaluate"):
+                    self._evaluate(watch.sinks, "test", self.config.Engine.test_iters)
+                watch.sinks.notice("The training process is complete.")
+        # Not after a failure: that would wait for the lost.
+        self.mesh.close()
+
+    def _train(self, watch: Instruments, stop: StopRequest) -> bool:
+        """All steps to the last, or to a stop; whether it was one."""
+        engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
+        if self.step >= engine.max_steps:
+            sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
+        stopping = False
+        while self.step < engine.max_steps and not stopping:
+            heartbeat.beat(self.step, "reader")
+            with meter.timed("reader"):
+                batch = self.feeds.loaders["train"].batch(self.step)
+            self.step += 1
+            loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
+            self._end_step(watch, loss, norm)
+            if self.guard.gave_up:
+                raise self.guard.failure(self.step, self._save(meter))
+            if _due(self.step, engine.check_replicas_freq):
+                check_replicas(self.runner, f"step {self.step}")
+            if _due(self.step, engine.eval_freq):
+                with meter.timed("evaluate"):
+                    self._evaluate(sinks, "eval", engine.eval_iters)
+            last = self.step == engine.max_steps
+            if _due(self.step, engine.save_load.save_steps) or last or stopping:
+                self._save(meter)
+        self._finish_saving()
+        if stopping:
+            reason = self.mesh.agree(stop.reason())
+            sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
+        return stopping
 
     def _train_step(
         self, batch: Batch, meter: Meter, sinks: Sinks, stop: StopRequest
@@ -211,8 +212,10 @@ class Engine:
             self.saving = None
 
     def _resume(self) -> None:
-        where = _resume_source(self.config, self.output_dir)
-        if where is None:
+        found = _resume_source(self.config, self.output_dir)
+        # Rank 0 decides: the others may look before or after something changed on the disk.
+        where = self.mesh.agree(None if self.mesh.rank else str(found or ""))
+        if not where:
             return
         tensors = holdings.to_fill(self.runner, self.optimizer)
         path, state = checkpoint.resume(where, tensors, self.notices.append, crew=self.crew)
@@ -230,36 +233,15 @@ class Engine:
         if self.loss_scale and state["loss_scale"]:
             self.loss_scale = LossScale(**state["loss_scale"])
         holdings.settle(self.runner, self.optimizer)
+        check_replicas(self.runner, f"after loading {path}")
         self.notices += [f"resumed from {path} at step {self.step}", *about_data]
 
     # -- reporting --------------------------------------------------------------------------
 
-    def _open_instruments(self, closing: ExitStack) -> tuple[Sinks, Meter, ProfilerWindow]:
-        """Sinks, meter and profiler; says everything the run derived before its first step."""
+    def _open_instruments(self, closing: ExitStack) -> Instruments:
+        """Instruments; says everything the run derived before its first step."""
         config, precision = self.config, self.runner.precision
-        peak, peak_reason = peak_flops(config.Global.peak_tflops, self.device, precision.dtype)
-        batch, seq_len = config.Data.batch_size, config.Data.dataset.max_seq_len
-        meter = Meter(
-            tokens_per_step=batch.global_batch_size * seq_len,
-            world_size=self.layout.world_size,
-            logging_freq=config.Engine.logging_freq,
-            flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
-            peak_flops=peak,
-        )
-        sinks = Sinks()
-        if self.mesh.rank == 0:
-            closing.callback(plot_losses, self.output_dir)
-            sinks = open_sinks(
-                self.output_dir,
-                tensorboard=config.Engine.tensorboard,
-                wandb=config.Engine.wandb,
-                config=config.to_dict(),
-                resume_step=self.step,
-                max_steps=config.Engine.max_steps,
-            )
-        closing.callback(sinks.close)
-        profiler = ProfilerWindow(**config.Profiler.model_dump(), echo=sinks.notice)
-        closing.callback(profiler.close)
+        watch = Instruments(config, self.mesh, self.device, precision, self.step, closing)
         lists = config.Engine.mix_precision
         if precision.level:
             self.notices += unmet_list_entries(
@@ -267,13 +249,13 @@ class Engine:
             )
         if slow := slow_dtype_notice(precision.dtype, self.device):
             self.notices.append(slow)
-        plan = describe(config, self.layout, self.runner, self.feeds, peak_reason)
+        plan = describe(config, self.layout, self.runner, self.feeds, watch.peak_reason)
         for line in [*self.notices, *plan]:
-            sinks.notice(line)
-        return sinks, meter, profiler
+            watch.sinks.notice(line)
+        return watch
 
-    def _report(self, meter: Meter, sinks: Sinks, loss: float, norm: float) -> None:
-        record = meter.end_step(
+    def _end_step(self, watch: Instruments, loss: float, norm: float) -> None:
+        watch.end_step(
             step=self.step,
             epoch=self._epoch(),
             batch=self.step - 1,
@@ -284,8 +266,6 @@ class Engine:
             loss_scale=self.loss_scale.value if self.loss_scale else None,
             skipped=self.guard.skipped,
         )
-        if record is not None:
-            sinks.train(record)
 
     def _epoch(self) -> int:
         """How often the run has been through its training split, from 0."""

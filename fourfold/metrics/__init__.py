@@ -12,13 +12,18 @@ from fourfold.metrics.peak import peak_flops
 from fourfold.metrics.plot import plot_losses
 from fourfold.metrics.profile import ProfilerWindow
 from fourfold.metrics.sinks import Sinks, open_sinks
+from fourfold.metrics.skew import OwnTimes, RankTimes, Stragglers, compare_ranks
 
 __all__ = [
     "Console",
     "Meter",
+    "OwnTimes",
     "ProfilerWindow",
+    "RankTimes",
     "Sinks",
     "Step",
+    "Stragglers",
+    "compare_ranks",
     "open_sinks",
     "peak_flops",
     "plot_losses",

@@ -18,6 +18,7 @@ from typing import SupportsFloat
 from torch.profiler import record_function
 
 from fourfold.metrics.memory import device_memory, host_memory
+from fourfold.metrics.skew import RankTimes
 
 BETWEEN_STEPS = ("evaluate", "save")
 PROFILER_PREFIX = "fourfold/"
@@ -48,6 +49,7 @@ class Step:
     peak_device_bytes: int | None
     seconds: dict[str, float]  # mean per step of every phase that was timed
     time: str  # ISO 8601, with the offset from UTC
+    ranks: RankTimes | None = None  # how evenly they worked, where there are several
 
 
 class Meter:

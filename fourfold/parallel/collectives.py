@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fourfold.waiting import communicating
+
 
 def enter(x: Tensor, group: ProcessGroup, by_sequence: bool) -> Tensor:
     """Into a block whose weights are cut."""
@@ -79,7 +81,8 @@ class _Scatter(torch.autograd.Function):
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     # A copy, and contiguous: gloo mixes up the elements of tensors that are not.
     summed = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed, group=group)
+    with communicating():
+        dist.all_reduce(summed, group=group)
     return summed
 
 
@@ -87,7 +90,8 @@ def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(B, T, D) of every rank -> (B, T * ranks, D)."""
     first = x.transpose(0, 1).contiguous()  # (T, B, D): positions outermost, as they are gathered
     whole = first.new_empty((first.shape[0] * group.size(), *first.shape[1:]))
-    dist.all_gather_single(whole, first, group=group)
+    with communicating():
+        dist.all_gather_single(whole, first, group=group)
     return whole.transpose(0, 1).contiguous()
 
 
@@ -95,5 +99,6 @@ def _scattered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(B, T * ranks, D) -> the sum over the ranks, of the own positions (B, T, D)."""
     whole = x.transpose(0, 1).contiguous()
     own = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
-    dist.reduce_scatter_single(own, whole, group=group)
+    with communicating():
+        dist.reduce_scatter_single(own, whole, group=group)
     return own.transpose(0, 1).contiguous()

@@ -8,6 +8,9 @@ torch's cannot run forward alone.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.shard import set_last_micro_batch
 from fourfold.parallel.stages import count_stages, stages_of_rank
+from fourfold.waiting import waited
 
 Arguments = dict[str, Any]
 
@@ -41,6 +45,25 @@ class Stage(PipelineStage):
     """
 
     sharding_stage = 1
+    busy_seconds = 0.0
+
+    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+        with self._computing():
+            return super().forward_one_chunk(*given, **named)
+
+    def backward_one_chunk(self, *given: Any, **named: Any) -> None:
+        with self._computing():
+            super().backward_one_chunk(*given, **named)
+
+    def backward_weight_one_chunk(self, *given: Any, **named: Any) -> None:
+        with self._computing():
+            super().backward_weight_one_chunk(*given, **named)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.busy_seconds += time.perf_counter() - start
 
     def _reduces_at_once(self) -> bool:
         return isinstance(self.submod, FSDPModule) and self.sharding_stage > 1
@@ -83,13 +106,13 @@ class Pipeline:
         self.group = group
         self.boundary = boundary
         self.rank_of_stage = self._ranks(schedule)
-        stages = [self._stage(number, part, tokens) for number, part in parts.items()]
-        for stage in stages:
+        self.stages = [self._stage(number, part, tokens) for number, part in parts.items()]
+        for stage in self.stages:
             stage.sharding_stage = sharding_stage
         kind = get_schedule_class(schedule)
         is_single = issubclass(kind, PipelineScheduleSingle)
         self.schedule: _PipelineSchedule = kind(
-            stages[0] if is_single else stages,
+            self.stages[0] if is_single else self.stages,
             n_microbatches=micro_batches,
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
@@ -123,11 +146,18 @@ class Pipeline:
 
         Each argument has a row for every sample, or one for every micro-batch.
         """
+        start, busy_before = time.perf_counter(), self._busy_seconds()
         losses: list[Tensor] = []
         inputs = (tokens,) if 0 in self.parts else ()
         target = arguments["labels"] if self.num_stages - 1 in self.parts else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **arguments)
+        # The time no stage computed in: empty places of the schedule, and transfers.
+        busy = self._busy_seconds() - busy_before
+        waited.bubble += time.perf_counter() - start - busy
         return torch.stack(losses).sum() if losses else torch.zeros(())
+
+    def _busy_seconds(self) -> float:
+        return sum(stage.busy_seconds for stage in self.stages)
 
     def forward(self, micro_batches: list[tuple[Tensor, Arguments]]) -> list[Tensor]:
         """What the last stage gives for each micro-batch; an empty list on the other ranks.

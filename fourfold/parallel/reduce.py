@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from fourfold.mesh import Mesh, sum_over
 from fourfold.parallel.pieces import TIED, WORD, local
 from fourfold.parallel.tensor import has_partial_gradient
+from fourfold.waiting import communicating
 
 
 class Bucket:
@@ -39,7 +40,8 @@ class Bucket:
         if self.sent is None:
             self.send()
         assert self.sent is not None and self.flat is not None
-        self.sent.wait()
+        with communicating():
+            self.sent.wait()
         start = 0
         for parameter in self.parameters:
             if parameter.grad is not None:

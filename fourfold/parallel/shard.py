@@ -13,6 +13,9 @@ divided by the tokens of the global batch.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -22,17 +25,20 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
+from fourfold.waiting import communicating
 
 
 def apply_sharding(
     model: GPT, mesh: DeviceMesh, stage: int, precision: Precision, offload: bool
 ) -> None:
     """Divide the model (or the part of it) over the ranks of `mesh`, layer by layer."""
-    import torch
-
     reshard = stage == 3
     offloads: OffloadPolicy = OffloadPolicy()
     if offload:
@@ -63,6 +69,22 @@ def apply_sharding(
         module.set_gradient_divide_factor(1.0)
         # gloo has no other sum with a factor of one.
         module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(TimedAllGather())
+        module.set_custom_reduce_scatter(TimedReduceScatter())
+
+
+class TimedAllGather(DefaultAllGather):
+    """Torch's own, with its time counted."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        with communicating():
+            return super().__call__(*given, **named)
+
+
+class TimedReduceScatter(DefaultReduceScatter):
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        with communicating():
+            return super().__call__(*given, **named)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

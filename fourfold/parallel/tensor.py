@@ -26,6 +26,7 @@ from fourfold.model.loss import Vocabulary
 from fourfold.model.names import is_norm
 from fourfold.model.seeds import mix_seed
 from fourfold.parallel.collectives import enter, leave
+from fourfold.waiting import communicating
 
 # Ends of parameter names -> the dimension that is cut over the model-parallel ranks.
 SPLIT_DIMS = {
@@ -227,12 +228,14 @@ class VocabularyRows(Vocabulary):
         foreign = (target < 0) | (target >= logits.shape[1])
         target = target.masked_fill(foreign, 0)
         largest = logits.amax(dim=1, keepdim=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        with communicating():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         logits.sub_(largest)
         target_logit = logits.gather(1, target).masked_fill_(foreign, 0.0)
         probabilities = logits.exp_()
         sums = torch.cat([probabilities.sum(dim=1, keepdim=True), target_logit], dim=1)  # (C, 2)
-        dist.all_reduce(sums, group=self.group)
+        with communicating():
+            dist.all_reduce(sums, group=self.group)
         normaliser, target_logit = sums.split(1, dim=1)
         probabilities.div_(normaliser)
         return normaliser.log() - target_logit, target, (~foreign).to(logits.dtype)

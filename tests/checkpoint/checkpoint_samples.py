@@ -60,3 +60,21 @@ def in_child(work: Callable[[], object]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def crash_before_call(number: int) -> None:
+    """In this process, end abruptly instead of making the `number`-th change to the disk."""
+    left = number
+
+    def guarded(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            nonlocal left
+            if left == 0:
+                os._exit(77)
+            left -= 1
+            return original(*arguments, **options)
+
+        return call
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "chmod"):
+        setattr(os, name, guarded(getattr(os, name)))

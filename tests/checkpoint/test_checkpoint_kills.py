@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_samples import blank, in_child, same_bits, sample, state_of
+from checkpoint_samples import blank, crash_before_call, in_child, same_bits, sample, state_of
 
 from fourfold import checkpoint
 
@@ -81,24 +81,6 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
         assert same_bits(into, sample(step, floats)), directory
     assert interrupted > 0, "no kill fell into a save: the test has lost its point"
     assert committed > 0, "no save ever finished: the test has lost its point"
-
-
-def crash_before_call(number: int) -> None:
-    """In this process, end abruptly instead of making the `number`-th change to the disk."""
-    left = number
-
-    def guarded(original: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **options: object) -> object:
-            nonlocal left
-            if left == 0:
-                os._exit(77)
-            left -= 1
-            return original(*arguments, **options)
-
-        return call
-
-    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "chmod"):
-        setattr(os, name, guarded(getattr(os, name)))
 
 
 def test_a_crash_before_every_single_change_to_the_disk(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_key_without_effect_is_said(overrides: list[str], notice: str, load: Loa
 
 def test_uneven_stages_are_said(load: Load) -> None:
     config = load("", ["Distributed.pp_degree=5", "Data.batch_size.local_batch_size=8"])
-    assert any("does not divide Model.num_layers=24" in notice for notice in config.notices)
+    assert any("do not divide Model.num_layers=24" in notice for notice in config.notices)
 
 
 def test_a_misspelt_key_causes_no_second_problem(problems: Problems) -> None:

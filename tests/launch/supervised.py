@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path) -> int
 
 
 def exit_status(pid: int) -> int:
+    """How a supervisor ended; one that does not end is killed."""
+    if not eventually(lambda: is_gone(pid)):
+        os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fourfold.heartbeat import Beat, Board, Failure, attach, beat
 from fourfold.launch.diagnosis import Ending, ranks, root_cause
-from fourfold.launch.stacks import main_thread
+from fourfold.launch.stacks import Frame, Standing, culprits, main_thread
 from fourfold.launch.worker import __file__ as WORKER
 
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:4711\n"
@@ -47,6 +48,27 @@ def test_an_abort_in_the_same_moment_is_a_consequence(ended) -> None:  # type: i
 def test_a_lost_connection_long_before_is_the_cause(ended) -> None:  # type: ignore[no-untyped-def]
     failures = [ended(0, 1, 5.0, LOST), ended(1, -signal.SIGKILL, 8.0)]
     assert root_cause(failures).rank == 0
+
+
+def test_when_the_error_came_counts_not_when_its_process_ended(ended) -> None:  # type: ignore[no-untyped-def]
+    slow = replace(ended(0, 1, 5.0, "ValueError: first\n"), noticed=7.0)
+    quick = ended(1, 1, 6.0, "ValueError: second\n")
+    assert root_cause([quick, slow]).rank == 0
+
+
+def test_a_rank_that_cannot_answer_is_suspected_before_one_that_is_busy() -> None:
+    here = [Frame("/src/a.py", 1, "compute")]
+    waiting = [Frame("/lib/torch/_ops.py", 1, "f"), Frame("/lib/torch/distributed/a.py", 1, "g")]
+    busy, mute, waits, later = (
+        Standing(0, Beat(2.0, 3, "save"), "R", here),
+        Standing(1, Beat(2.0, 3, "save"), "T", []),
+        Standing(2, Beat(2.0, 3, "save"), "S", waiting),
+        Standing(3, Beat(1.0, 4, "save"), "S", waiting),
+    )
+    assert culprits([busy, mute, waits]) == [mute]
+    assert culprits([waits, busy]) == [busy]
+    assert culprits([later, waits]) == [waits]
+    assert culprits([busy]) == [busy]
 
 
 def test_names_of_ranks() -> None:

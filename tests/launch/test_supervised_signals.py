@@ -111,3 +111,20 @@ def test_nothing_outlives_a_killed_supervisor(start: str, tmp_path: Path) -> Non
     pids = [int(pid) for file in tmp_path.glob("pids_*") for pid in file.read_text().split()]
     assert len(pids) == 4
     assert eventually(lambda: all(map(is_gone, pids)))
+
+
+def test_ranks_die_with_the_supervisor_even_if_nobody_guards_them(tmp_path: Path) -> None:
+    def work() -> None:
+        (tmp_path / f"pid_{rank()}").write_text(str(os.getpid()))
+        announce(tmp_path)
+        time.sleep(1000)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
+    keeper = os.getpgid(pids[0])
+    assert keeper not in (*pids, supervisor)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    assert exit_status(supervisor) == -signal.SIGKILL
+    assert eventually(lambda: all(map(is_gone, pids)))

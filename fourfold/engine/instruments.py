@@ -1,0 +1,96 @@
+"""What watches a run: the meter, the profiler, the sinks, and how evenly the ranks work."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold.config import Config
+from fourfold.mesh import Mesh
+from fourfold.metrics import (
+    Meter,
+    OwnTimes,
+    ProfilerWindow,
+    Sinks,
+    Step,
+    Stragglers,
+    compare_ranks,
+    open_sinks,
+    peak_flops,
+    plot_losses,
+)
+from fourfold.model import ModelShape, flops_per_token
+from fourfold.parallel import Precision
+from fourfold.waiting import waited
+
+
+class Instruments:
+    """Opened before the first step and closed by `closing`, in the reverse order.
+
+    Every rank has a meter; only rank 0 has somewhere to write to.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        precision: Precision,
+        done_steps: int,
+        closing: ExitStack,
+    ) -> None:
+        self.mesh = mesh
+        self.on_cpu = device.type == "cpu"
+        batch, seq_len = config.Data.batch_size, config.Data.dataset.max_seq_len
+        peak, self.peak_reason = peak_flops(config.Global.peak_tflops, device, precision.dtype)
+        self.meter = Meter(
+            tokens_per_step=batch.global_batch_size * seq_len,
+            world_size=mesh.size,
+            logging_freq=config.Engine.logging_freq,
+            flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
+            peak_flops=peak,
+        )
+        self.sinks = Sinks()
+        if mesh.rank == 0:
+            output_dir = Path(config.Engine.save_load.output_dir)
+            closing.callback(plot_losses, output_dir)
+            self.sinks = open_sinks(
+                output_dir,
+                tensorboard=config.Engine.tensorboard,
+                wandb=config.Engine.wandb,
+                config=config.to_dict(),
+                resume_step=done_steps,
+                max_steps=config.Engine.max_steps,
+            )
+        closing.callback(self.sinks.close)
+        self.profiler = ProfilerWindow(**config.Profiler.model_dump(), echo=self.sinks.notice)
+        closing.callback(self.profiler.close)
+        self.stragglers = Stragglers()
+        self.reported_step = done_steps
+        self.waited_before = waited.copy()
+
+    def end_step(self, **fields: Any) -> None:
+        """Close the step; at the end of a logging window, record it."""
+        record = self.meter.end_step(**fields)
+        if record is not None:
+            self.sinks.train(self._with_ranks(record) if self.mesh.size > 1 else record)
+        self.profiler.step()
+
+    def _with_ranks(self, record: Step) -> Step:
+        """Add what the other ranks measured; every rank comes here at the same steps."""
+        steps = record.step - self.reported_step
+        spent = waited.since(self.waited_before)
+        self.reported_step, self.waited_before = record.step, waited.copy()
+        own = OwnTimes(record.batch_seconds, spent.communication / steps, spent.bubble / steps)
+        rows = self.mesh.everyone(*own.values())
+        if not self.on_cpu:
+            # There the calls only queue work, so what is waited for cannot be told.
+            return record
+        times = compare_ranks(rows)
+        if told := self.stragglers.look(times):
+            self.sinks.notice(told, level="WARNING")
+        return replace(record, ranks=times)

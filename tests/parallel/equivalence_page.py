@@ -1,0 +1,57 @@
+"""docs/equivalence.md: the table of layouts with the deviations a test run measured."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass
+class Row:
+    """Largest relative deviations of a layout from one process."""
+
+    name: str
+    world: int
+    loss: float
+    gradient: float
+    norm: float
+    weights: float
+    evaluation: float
+    bounds: tuple[float, float]  # of losses and norms, and of gradients and weights
+
+    def holds(self) -> bool:
+        scalars = max(self.loss, self.norm, self.evaluation)
+        return scalars < self.bounds[0] and max(self.gradient, self.weights) < self.bounds[1]
+
+
+HEADER = """# Every layout, the same numbers
+
+Each row is a run on a layout next to a run of one process with the same seed, data and global
+batch: five optimizer steps of a four-layer GPT in gloo processes on one machine. The figures are
+the largest relative deviations: of the five losses, of all gradients of step 1 (each tensor
+against its own largest value), of the five gradient norms, of all weights after step 5, and of an
+evaluation loss. Initial weights are equal to the bit in every row. Every row's state, saved after
+step 3, also goes on under three other layouts within the same bound.
+
+The words: `dp` data, `pp` pipeline, `sh` sharding (stage 1 unless said), `mp` model parallel,
+`sp` sequence parallel; `gpipe`, `interleaved`, `bfs`, `izb`, `zbv`, `dualpipe` are the schedules
+GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble and DualPipeV, without one
+it is 1F1B. bf16 and fp16 rows are compared with one process in that precision, where another
+order of additions already moves the last digits; their two bounds are of losses and norms, and of
+gradients and weights.
+
+`make equivalence` runs the table and writes this page; `make test` runs a third of it,
+`make test-all` all of it. Measured on 2 Xeon cores with torch 2.13.0.
+
+| layout | processes | losses | gradients | norms | weights | evaluation | bound |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def page_of(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        name, world, *figures, bounds = astuple(row)
+        bound = " / ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
+        cells = [name, str(world), *(f"{figure:.0e}" for figure in figures), bound]
+        lines.append(f"| {' | '.join(cells)} |")
+    return HEADER + "\n".join(lines) + "\n"
