@@ -7,7 +7,8 @@ A run of one process has a mesh too, whose groups are all None and whose sums ar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -118,6 +119,19 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
         timeout=timedelta(seconds=timeout_seconds),
     )
     return Mesh(layout, rank, device.type)
+
+
+@contextmanager
+def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """One rank of a layout that does not run: its groups are there, what is sent goes nowhere."""
+    if layout.world_size == 1:
+        yield Mesh(layout)
+        return
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
+    try:
+        yield Mesh(layout, rank)
+    finally:
+        dist.destroy_process_group()
 
 
 def _store(size: int, timeout_seconds: float) -> Store:

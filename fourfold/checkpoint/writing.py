@@ -178,15 +178,16 @@ class _Save:
         meeting.join()
         try:
             record = self._part(meeting.directory)
+            if record.problem is None:
+                meeting.report(record)
+                return
+            raise CheckpointError(record.problem)
         except BaseException as error:
-            meeting.report(RankRecord(problem=repr(error)))
-            raise
-        if record.problem:
+            problem = str(error) if isinstance(error, CheckpointError) else repr(error)
             # Where not even this can be written, rank 0 misses us in time.
             with suppress(OSError):
-                meeting.report(record)
-            raise CheckpointError(record.problem)
-        meeting.report(record)
+                meeting.report(RankRecord(problem=problem))
+            raise
 
     def _part(self, directory: Path) -> RankRecord:
         """Write this rank's pieces; what there is to tell about it."""

@@ -10,7 +10,15 @@ import sys
 
 import typer
 
-from fourfold.cli import checkpoints, configuration, data, generation, quickstart, training
+from fourfold.cli import (
+    checkpoints,
+    configuration,
+    data,
+    generation,
+    layout,
+    quickstart,
+    training,
+)
 from fourfold.errors import UserError, report
 
 app = typer.Typer(
@@ -22,6 +30,7 @@ app = typer.Typer(
 )
 app.command("train")(training.train)
 app.command("generate")(generation.generate)
+app.command("layout")(layout.layout)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoints.app, name="checkpoint")

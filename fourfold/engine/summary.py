@@ -8,6 +8,7 @@ from fourfold.config import Config
 from fourfold.data import Mixture
 from fourfold.data.mixture import shares_of
 from fourfold.data.split import PARTS
+from fourfold.engine.census import census, describe_ranks
 from fourfold.engine.feeds import Feeds
 from fourfold.mesh import Layout
 from fourfold.model import ModelShape, count_parameters, flops_per_token
@@ -25,6 +26,7 @@ def describe(
     tokens = batch.global_batch_size * seq_len
     recompute = config.Model.recompute_granularity if config.Model.use_recompute else "off"
     yield f"layout: {layout} on {runner.device}, {runner.precision}, recompute {recompute}"
+    yield from describe_ranks(census(config, runner))
     yield (
         f"model: {shape.num_layers} layers, hidden {shape.hidden_size}, "
         f"{shape.num_attention_heads} heads, vocabulary {shape.vocab_size}: "
@@ -35,7 +37,6 @@ def describe(
         f"batch: {batch.global_batch_size} samples x {seq_len} tokens = {tokens:,} tokens a step, "
         f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
     )
-    yield f"state: {_state_bytes(parameters, runner)}"
     yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_reason}"
     yield from _describe_data(feeds, steps * batch.global_batch_size)
 
@@ -49,15 +50,6 @@ def _compute(config: Config, shape: ModelShape, tokens: int) -> str:
         hardware = flops_per_token(shape, seq_len, recompute=granularity) * tokens
         text += f", {hardware / 1e12:.3g} with what is recomputed"
     return text
-
-
-def _state_bytes(parameters: int, runner: Runner) -> str:
-    weights = sum(p.numel() * p.element_size() for p in runner.parameters.values())
-    parts = {"weights": weights, "gradients": 4 * parameters, "moments": 8 * parameters}
-    if runner.precision.level == "O2":
-        parts["master weights"] = 4 * parameters
-    listed = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
-    return f"{listed}: {sum(parts.values()) / 1e9:.2f} GB before activations"
 
 
 def _describe_data(feeds: Feeds, train_samples: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ def initialize_rectangles(
             list(pool.map(lambda block: _fill(shape, seed, whole, *block), blocks))
 
 
+@cache
 def whole_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of the whole model, by name."""
     with torch.device("meta"):

@@ -56,7 +56,8 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
         by_sequence=model.sequence_parallel,
         pipeline=build_pipeline(config, mesh, parts, precision, device),
     )
-    runner.initialize()
+    if device.type != "meta":
+        runner.initialize()
     return runner
 
 

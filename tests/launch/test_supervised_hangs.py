@@ -26,9 +26,9 @@ def test_the_rank_that_keeps_the_others_is_named(tmp_path: Path) -> None:
             sleep_forever()
         dist.barrier()
 
-    console = run(work, 3, tmp_path, hang_seconds=0.6, max_restarts=1)
+    console = run(work, 3, tmp_path, hang_seconds=1.5, max_restarts=1)
     assert console.code == 0
-    assert console.told[0] == "fourfold: no rank has made progress for 0.6 s"
+    assert console.told[0] == "fourfold: no rank has made progress for 1.5 s"
     assert console.told[1] == "fourfold: rank 1 hangs; ranks 0 and 2 wait in a collective"
     assert console.told[2].startswith("    rank 1, at step 7 (reader): sleep_forever (launch/")
     assert "barrier (distributed/distributed_c10d.py" in console.told[3]
@@ -45,7 +45,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         add_up()
 
-    console = run(work, 2, tmp_path, hang_seconds=0.5)
+    console = run(work, 2, tmp_path, hang_seconds=1.5)
     assert console.code == 1
     assert "rank 0 hangs; rank 1 waits in a collective" in console.said
     assert "rank 0, at step 3 (optimizer): stopped by a signal" in console.said
@@ -78,7 +78,7 @@ def test_waiting_for_an_operation_begun_earlier_is_waiting(tmp_path: Path) -> No
         assert pending is not None
         pending.wait()
 
-    console = run(work, 2, tmp_path, hang_seconds=0.5)
+    console = run(work, 2, tmp_path, hang_seconds=1.5)
     assert console.told[1] == "fourfold: rank 1 hangs; rank 0 waits in a collective"
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
         beat(1 + rank(), "evaluate")
         dist.recv(torch.zeros(1), src=1 - rank())
 
-    console = run(work, 2, tmp_path, hang_seconds=0.5)
+    console = run(work, 2, tmp_path, hang_seconds=1.5)
     assert console.code == 1
     assert "all ranks wait for each other; rank 0 stands furthest behind" in console.said
 

@@ -1,0 +1,51 @@
+"""`fourfold layout`: what every rank of a layout holds, without starting any."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import ConfigFile, Overrides
+
+World = Annotated[
+    int | None, typer.Option(min=1, help="For so many processes; by default what the file needs.")
+]
+
+
+def layout(config: ConfigFile, override: Overrides = None, world: World = None) -> None:
+    """Build every rank of the configured layout on the meta device and list what it holds."""
+    from fourfold.config import load_config
+    from fourfold.engine.census import fake_census, in_bytes
+    from fourfold.model import ModelShape, count_parameters
+    from fourfold.parallel import layout_of
+
+    resolved = load_config(config, override or [], world)
+    for notice in resolved.notices:
+        typer.echo(notice, err=True)
+    shape, chosen = layout_of(resolved), ModelShape.of(resolved.Model)
+    shares = fake_census(resolved)
+    typer.echo(f"layout {shape}: {shape.world_size} process(es)")
+    header = ("rank", "dp", "pp", "sharding", "mp", "layers", "parameters", "state", "activations")
+    rows = [header]
+    for share in shares:
+        place = shape.coordinates(share.rank)
+        rows.append(
+            (
+                str(share.rank),
+                *(str(place[axis]) for axis in ("dp", "pp", "sharding", "mp")),
+                f"{share.layers} from {share.first_layer}",
+                f"{share.parameters:,}",
+                in_bytes(share.state_bytes),
+                in_bytes(share.activation_bytes),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    for row in rows:
+        typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    counted, expected = sum(share.counted for share in shares), count_parameters(chosen)
+    assert counted == expected, (counted, expected)
+    typer.echo(
+        f"{sum(share.parameters for share in shares):,} held in all, of which {counted:,} are the "
+        "model's and the rest copies"
+    )

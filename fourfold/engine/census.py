@@ -1,0 +1,169 @@
+"""What each rank holds: its stages and layers, parameters, and the bytes they come to.
+
+`census` asks the ranks that run; `fake_census` builds every rank of a layout one after the other
+in this process, on the meta device and a process group that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+
+import torch
+
+from fourfold.config import Config
+from fourfold.mesh import fake_mesh
+from fourfold.model import GPT, ModelShape
+from fourfold.model.activations import activation_bytes
+from fourfold.model.names import is_norm
+from fourfold.parallel import Runner, layout_of, parallelize
+from fourfold.parallel.pieces import local
+from fourfold.parallel.stages import count_stages
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's; the bytes are those of a step under way, before anything is freed."""
+
+    rank: int
+    first_layer: int
+    layers: int
+    parameters: int  # that it holds
+    counted: int  # of these, those no other rank counts: they add up to the model's
+    weight_bytes: int
+    master_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    activation_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.weight_bytes + self.master_bytes + self.gradient_bytes + self.moment_bytes
+
+
+def own_share(config: Config, runner: Runner) -> Share:
+    mesh, layout = runner.mesh, runner.mesh.layout
+    held = runner.held.values()
+    elements = sum(local(one.parameter).numel() for one in held)
+    # What a step computes with: gathered over the sharding ranks, all of it or a layer at a time.
+    gathered = sum(_compute_bytes(name, p, runner) for name, p in runner.parameters.items())
+    widest = max(_layer_bytes(part, runner) for part in runner.parts)
+    separate = runner.is_sharded or runner.precision.level == "O2"
+    itemsize = 4 * elements
+    if not runner.is_sharded:
+        weights, gradients = gathered, itemsize
+    elif layout.stage == 3:
+        # One layer at work and the next on its way, weights and gradients of each.
+        weights, gradients = min(gathered, 2 * widest), itemsize + min(gathered, widest)
+    else:
+        whole = sum(p.numel() for p in runner.parameters.values()) * 4
+        weights, gradients = gathered, itemsize + (whole if layout.stage == 1 else widest)
+    numbers = [int(number) for part in runner.parts for number in part.layers]
+    return Share(
+        rank=mesh.rank,
+        first_layer=min(numbers),
+        layers=len(numbers),
+        parameters=elements,
+        counted=sum(local(one.parameter).numel() for one in held if one.counts),
+        weight_bytes=weights,
+        master_bytes=itemsize if separate else 0,
+        gradient_bytes=gradients,
+        moment_bytes=2 * itemsize,
+        activation_bytes=int(_activation_bytes(config, runner, len(numbers))),
+    )
+
+
+def _compute_bytes(name: str, parameter: torch.Tensor, runner: Runner) -> int:
+    """Of the whole tensor a step computes with; a DTensor's size is that of all its shards."""
+    low = runner.precision.level == "O2" and not is_norm(name)
+    return parameter.numel() * (runner.precision.dtype.itemsize if low else 4)
+
+
+def _layer_bytes(part: GPT, runner: Runner) -> int:
+    """Of its widest layer."""
+    return max(
+        sum(_compute_bytes(name, p, runner) for name, p in layer.named_parameters())
+        for layer in part.layers.values()
+    )
+
+
+def _activation_bytes(config: Config, runner: Runner, layers: int) -> float:
+    layout, model = runner.mesh.layout, config.Model
+    length, batch = config.Data.dataset.max_seq_len, config.Data.batch_size
+    return activation_bytes(
+        ModelShape.of(model),
+        layers,
+        batch.micro_batch_size * length,
+        length,
+        runner.precision.dtype.itemsize,
+        in_flight=_in_flight(config, runner.mesh.place["pp"]),
+        holds_head=any(part.is_last for part in runner.parts),
+        recompute=model.recompute_granularity if model.use_recompute else None,
+        mp=layout.mp,
+        sequence_parallel=model.sequence_parallel,
+    )
+
+
+def _in_flight(config: Config, pp_rank: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at its busiest, all its stages taken
+    together as one."""
+    pp, micro = config.Distributed.pp_degree, config.Engine.accumulate_steps
+    if pp == 1:
+        return 1
+    if config.Distributed.pp_schedule in ("GPipe", "LoopedBFS"):
+        return micro
+    if config.Distributed.pp_schedule == "1F1B":
+        return min(micro, pp - pp_rank)
+    # Interleaved schedules start on later stages while earlier ones are still under way.
+    return min(micro, pp + (pp - 1) * pp / count_stages(config))
+
+
+def census(config: Config, runner: Runner) -> list[Share]:
+    """The shares of all ranks of the run; a collective."""
+    rows = runner.mesh.everyone(*astuple(own_share(config, runner)))
+    return [Share(*(int(value) for value in row)) for row in rows]
+
+
+def fake_census(config: Config) -> list[Share]:
+    """The shares of every rank of the configured layout, without any of them running."""
+    layout, shares = layout_of(config), []
+    for rank in range(layout.world_size):
+        with fake_mesh(layout, rank) as mesh:
+            shares.append(own_share(config, parallelize(config, mesh, torch.device("meta"))))
+    return shares
+
+
+def describe_ranks(shares: list[Share]) -> Iterator[str]:
+    """A line for ranks that hold alike, in the order of their first rank."""
+    alike: dict[Share, list[int]] = {}
+    for share in shares:
+        alike.setdefault(replace(share, rank=0, counted=0), []).append(share.rank)
+    for share, ranks in alike.items():
+        parts = {
+            "weights": share.weight_bytes,
+            "master weights": share.master_bytes,
+            "gradients": share.gradient_bytes,
+            "moments": share.moment_bytes,
+        }
+        listed = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
+        whose = f"rank {_ranges(ranks)}: " if len(shares) > 1 else ""
+        yield (
+            f"state: {whose}{share.layers} layer(s) from {share.first_layer}, "
+            f"{share.parameters:,} parameters; {listed}: {in_bytes(share.state_bytes)}, "
+            f"activations about {in_bytes(share.activation_bytes)}"
+        )
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0, 1, 2, 5 -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
