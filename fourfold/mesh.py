@@ -245,22 +245,24 @@ class Mesh:
         dist.broadcast(message, src=speaker)
         return bytes(message.tolist())[1:].decode()
 
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0, then on all others, which find what it left on the disk.
+    def together(self, work: Callable[[], T]) -> T:
+        """Do `work` on every rank; a `UserError` of one of them is raised on all."""
+        done: list[T] = []
+        problem: UserError | None = None
+        try:
+            done.append(work())
+        except UserError as error:
+            problem = error
+        told = self.agree(None if problem is None else f"rank {self.rank}: {problem}")
+        if told is not None:
+            raise problem or UserError(told)
+        return done[0]
 
-        A `UserError` of one rank is raised on every rank.
-        """
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """The same, but on rank 0 before the others, which find what it left on the disk."""
         done: list[T] = []
         for turn in (self.rank == 0, self.rank != 0):
-            problem: UserError | None = None
-            if turn:
-                try:
-                    done.append(work())
-                except UserError as error:
-                    problem = error
-            told = self.agree(None if problem is None else f"rank {self.rank}: {problem}")
-            if told is not None:
-                raise problem or UserError(told)
+            self.together(lambda mine=turn: done.append(work()) if mine else None)
         return done[0]
 
     def close(self) -> None:

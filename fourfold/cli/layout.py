@@ -27,7 +27,7 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
     shares = fake_census(resolved)
     typer.echo(f"layout {shape}: {shape.world_size} process(es)")
     header = ("rank", "dp", "pp", "sharding", "mp", "layers", "parameters", "state", "activations")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for share in shares:
         place = shape.coordinates(share.rank)
         rows.append(

@@ -202,13 +202,13 @@ class Engine:
             if section.async_save:
                 self.saving = checkpoint.begin_save(*given)
             else:
-                checkpoint.save(*given)
+                self.mesh.together(lambda: checkpoint.save(*given))
         return str(self.output_dir / f"step_{self.step}")
 
     def _finish_saving(self) -> None:
         """Wait for the save under way; none is ever dropped for a later one."""
         if self.saving is not None:
-            self.saving.wait()
+            self.mesh.together(self.saving.wait)
             self.saving = None
 
     def _resume(self) -> None:

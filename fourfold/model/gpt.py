@@ -2,7 +2,7 @@
 
 The whole network in one file, written for one device. `GPT(shape)(tokens)` gives logits;
 with labels it gives the summed loss without ever holding all the logits (see loss.py).
-`GPT.keep` cuts a model down to some of its layers, with the same parameter names.
+`GPT(shape, layers)` is a part of it, with the parameter names of the whole.
 
 Letters in shape comments: B batch, T positions, D hidden, H heads, K head size, V vocabulary.
 """
@@ -147,10 +147,11 @@ class Embedding(nn.Embedding):
 
 
 class Embeddings(nn.Module):
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, with_positions: bool = True) -> None:
         super().__init__()
         self.word = Embedding(shape.vocab_size, shape.hidden_size)
-        self.position = Embedding(shape.max_position_embeddings, shape.hidden_size)
+        if with_positions:
+            self.position = Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.dropout = shape.hidden_dropout_prob
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -204,29 +205,22 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """The model. Layers are keyed by their number, so names survive a cut into parts."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, layers: range | None = None) -> None:
+        """With `layers` a part of the network: just these, and the embeddings and the head where
+        they are next to them. The part that ends the network has the word embedding as its head.
+        """
         super().__init__()
         self.shape = shape
-        self.embeddings = Embeddings(shape)
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
-        self.norm = LayerNorm(shape.hidden_size, eps=1e-5)
-        self.head = Head(shape)
-        self.is_first = self.is_last = True
-        self.has_dropout = shape.hidden_dropout_prob > 0 or shape.attention_probs_dropout_prob > 0
-
-    def keep(self, layers: range) -> None:
-        """Drop all but these layers, and the embeddings and the head where they are not next to
-        them. The part that ends the network keeps the word embedding, which is its head."""
+        layers = range(shape.num_layers) if layers is None else layers
         self.is_first = layers.start == 0
-        self.is_last = layers.stop == self.shape.num_layers
-        for number in set(range(self.shape.num_layers)) - set(layers):
-            del self.layers[str(number)]
-        if not self.is_first:
-            del self.embeddings.position
-        if not self.is_last:
-            del self.norm
-        if not self.is_first and not self.is_last:
-            del self.embeddings
+        self.is_last = layers.stop == shape.num_layers
+        if self.is_first or self.is_last:
+            self.embeddings = Embeddings(shape, with_positions=self.is_first)
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in layers})
+        if self.is_last:
+            self.norm = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.head = Head(shape)
+        self.has_dropout = shape.hidden_dropout_prob > 0 or shape.attention_probs_dropout_prob > 0
 
     def forward(
         self,

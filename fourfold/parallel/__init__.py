@@ -29,8 +29,7 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
     parts: dict[int, GPT] = {}
     for stage, layers in stages_here(config, mesh.place["pp"]).items():
         with torch.device("meta"):
-            part = parts[stage] = GPT(shape)
-        part.keep(layers)
+            part = parts[stage] = GPT(shape, layers)
         if layout.mp > 1:
             assert mesh.device_mesh is not None
             apply_model_parallel(part, mesh.device_mesh["mp"], model.sequence_parallel)

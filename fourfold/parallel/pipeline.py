@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,11 +110,17 @@ class Pipeline:
         self.stages = [self._stage(number, part, tokens) for number, part in parts.items()]
         for stage in self.stages:
             stage.sharding_stage = sharding_stage
-        kind = get_schedule_class(schedule)
+        self.micro_batches = micro_batches
+        self.schedule_name = schedule
+
+    @cached_property
+    def schedule(self) -> _PipelineSchedule:
+        """Made at the first step: torch lays out every rank's every action, which takes a while."""
+        kind = get_schedule_class(self.schedule_name)
         is_single = issubclass(kind, PipelineScheduleSingle)
-        self.schedule: _PipelineSchedule = kind(
+        return kind(
             self.stages[0] if is_single else self.stages,
-            n_microbatches=micro_batches,
+            n_microbatches=self.micro_batches,
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
