@@ -186,6 +186,11 @@ class Mesh:
             return None
         return self.device_mesh.get_group(axis)
 
+    def axis(self, name: str) -> DeviceMesh:
+        """One axis, as torch's `parallelize_module` takes it."""
+        assert self.device_mesh is not None
+        return self.device_mesh[name]
+
     @cached_property
     def sharding_mesh(self) -> DeviceMesh:
         """The axes that read different samples, as torch's `fully_shard` takes them."""
@@ -262,7 +267,7 @@ class Mesh:
         """The same, but on rank 0 before the others, which find what it left on the disk."""
         done: list[T] = []
         for turn in (self.rank == 0, self.rank != 0):
-            self.together(lambda mine=turn: done.append(work()) if mine else None)
+            self.together((lambda: done.append(work())) if turn else (lambda: None))
         return done[0]
 
     def close(self) -> None:

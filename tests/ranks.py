@@ -15,6 +15,11 @@ from typing import TypeVar
 
 import torch
 
+# Imported once here instead of by every forked rank.
+import fourfold.parallel.pipeline
+import fourfold.parallel.shard
+import fourfold.parallel.tensor  # noqa: F401
+
 T = TypeVar("T")
 
 

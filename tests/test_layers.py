@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-ORDER = "errors heartbeat waiting config tokenizer data model mesh parallel optim metrics checkpoint engine"
+ORDER = (
+    "errors heartbeat waiting config tokenizer data model mesh parallel optim metrics checkpoint "
+    "engine"
+)
 LINE = [*ORDER.split(), "generate", "plan", "launch", "cli"]
 PACKAGE = Path(__file__).parent.parent / "fourfold"
 

@@ -92,7 +92,9 @@ def _train_in_processes(
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
     from fourfold.engine import Engine
     from fourfold.launch.supervise import supervise
+    from fourfold.parallel import layout_of, preload
 
+    preload(layout_of(resolved))
     if hang_seconds is None:
         hang_seconds = resolved.Distributed.timeout_seconds
     return supervise(

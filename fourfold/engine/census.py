@@ -48,9 +48,9 @@ def own_share(config: Config, runner: Runner) -> Share:
     # What a step computes with: gathered over the sharding ranks, all of it or a layer at a time.
     gathered = sum(_compute_bytes(name, p, runner) for name, p in runner.parameters.items())
     widest = max(_layer_bytes(part, runner) for part in runner.parts)
-    separate = runner.is_sharded or runner.precision.level == "O2"
+    separate = runner.sharding is not None or runner.precision.level == "O2"
     itemsize = 4 * elements
-    if not runner.is_sharded:
+    if runner.sharding is None:
         weights, gradients = gathered, itemsize
     elif layout.stage == 3:
         # One layer at work and the next on its way, weights and gradients of each.

@@ -21,7 +21,6 @@ from fourfold.metrics import (
     compare_ranks,
     open_sinks,
     peak_flops,
-    plot_losses,
 )
 from fourfold.model import ModelShape, flops_per_token
 from fourfold.parallel import Precision
@@ -57,7 +56,6 @@ class Instruments:
         self.sinks = Sinks()
         if mesh.rank == 0:
             output_dir = Path(config.Engine.save_load.output_dir)
-            closing.callback(plot_losses, output_dir)
             self.sinks = open_sinks(
                 output_dir,
                 tensorboard=config.Engine.tensorboard,

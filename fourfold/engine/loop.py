@@ -26,7 +26,7 @@ from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
 from fourfold.errors import UserError
 from fourfold.mesh import connect, select_device
-from fourfold.metrics import Meter, Sinks
+from fourfold.metrics import Meter, Sinks, plot_losses
 from fourfold.optim import LossScale, Optimizer, Schedule
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.drift import check_replicas
@@ -83,6 +83,8 @@ class Engine:
                 with watch.meter.timed("evaluate"):
                     self._evaluate(watch.sinks, "test", self.config.Engine.test_iters)
                 watch.sinks.notice("The training process is complete.")
+        if self.mesh.rank == 0:
+            plot_losses(self.output_dir)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
 

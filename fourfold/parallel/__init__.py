@@ -1,4 +1,8 @@
-"""From a model description to something that runs: the order of application, on one screen."""
+"""From a model description to something that runs: the order of application, on one screen.
+
+Torch's sharding, pipelining and DTensor take a second to import, so the modules that stand on them
+are imported only where the layout has such an axis.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,12 @@ import torch
 from fourfold.config import Config
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape
-from fourfold.parallel.pipeline import Pipeline, build_pipeline
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.recompute import apply_recompute
 from fourfold.parallel.runner import Runner
-from fourfold.parallel.shard import apply_sharding
 from fourfold.parallel.stages import stages_here
-from fourfold.parallel.tensor import apply_model_parallel
 
-__all__ = ["Pipeline", "Precision", "Runner", "layout_of", "parallelize"]
+__all__ = ["Precision", "Runner", "layout_of", "parallelize", "preload"]
 
 
 def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
@@ -26,13 +27,20 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
     """
     layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
     precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
+    sharding = pipeline = None
+    if layout.sharding > 1:
+        from fourfold.parallel.shard import Sharding
+
+        offload = config.Distributed.sharding.sharding_offload
+        sharding = Sharding(mesh.sharding_mesh, layout.stage, precision, offload)
     parts: dict[int, GPT] = {}
     for stage, layers in stages_here(config, mesh.place["pp"]).items():
         with torch.device("meta"):
             part = parts[stage] = GPT(shape, layers)
         if layout.mp > 1:
-            assert mesh.device_mesh is not None
-            apply_model_parallel(part, mesh.device_mesh["mp"], model.sequence_parallel)
+            from fourfold.parallel.tensor import apply_model_parallel
+
+            apply_model_parallel(part, mesh.axis("mp"), model.sequence_parallel)
         if model.use_recompute:
             assert model.recompute_granularity is not None, "filled in when resolved"
             apply_recompute(part, model.recompute_granularity)
@@ -40,10 +48,13 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
             for layer in part.layers.values():
                 layer.compile()
         precision.apply_autocast(part, device)
-        if layout.sharding > 1:
-            offload = config.Distributed.sharding.sharding_offload
-            apply_sharding(part, mesh.sharding_mesh, layout.stage, precision, offload)
+        if sharding is not None:
+            sharding.apply(part)
         part.to_empty(device=device)
+    if layout.pp > 1:
+        from fourfold.parallel.pipeline import build_pipeline
+
+        pipeline = build_pipeline(config, mesh, parts, precision, sharding, device)
     runner = Runner(
         list(parts.values()),
         mesh,
@@ -53,7 +64,8 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
         micro_batches=config.Engine.accumulate_steps,
         seed=config.Global.seed,
         by_sequence=model.sequence_parallel,
-        pipeline=build_pipeline(config, mesh, parts, precision, device),
+        sharding=sharding,
+        pipeline=pipeline,
     )
     if device.type != "meta":
         runner.initialize()
@@ -69,3 +81,13 @@ def layout_of(config: Config) -> Layout:
         mp=distributed.mp_degree,
         stage=distributed.sharding.sharding_stage,
     )
+
+
+def preload(layout: Layout) -> None:
+    """Import what `parallelize` will need, before processes are forked that would all do it."""
+    if layout.sharding > 1:
+        import fourfold.parallel.shard
+    if layout.mp > 1:
+        import fourfold.parallel.tensor
+    if layout.pp > 1:
+        import fourfold.parallel.pipeline  # noqa: F401

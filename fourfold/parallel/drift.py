@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fourfold.parallel.cuts import split_dim
 from fourfold.parallel.pieces import TIED, WORD, Held, local
 from fourfold.parallel.runner import Runner
-from fourfold.parallel.tensor import split_dim
 
 
 class ReplicaDrift(Exception):
@@ -42,7 +42,7 @@ def check_replicas(runner: Runner, when: str) -> None:
 def _groups_of_holders(runner: Runner) -> list[tuple[ProcessGroup | None, str, list[str]]]:
     """For each axis, the keys of what its ranks hold alike, in the same order on all of them."""
     mesh, keys = runner.mesh, sorted(runner.held)
-    plain = [] if runner.is_sharded else keys
+    plain = keys if runner.sharding is None else []
     tied = [key for key in keys if key in (WORD, TIED)]
     return [
         (mesh.group("dp"), "data-parallel", keys),

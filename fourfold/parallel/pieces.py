@@ -11,15 +11,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fourfold.mesh import Mesh
 from fourfold.model.gpt import GPT, ModelShape
 from fourfold.model.init import whole_shapes
-from fourfold.parallel.tensor import own_range, split_dim
+from fourfold.parallel.cuts import own_range, split_dim
 
 WORD = "embeddings.word.weight"
 # The last pipeline stage's own copy of the embedding, which is its head, is kept under this key.
@@ -28,7 +25,12 @@ TIED = f"{WORD}#tied"
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, as a plain tensor that shares its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is torch's DTensor, told without importing it, which takes a while."""
+    return hasattr(tensor, "_local_tensor")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def held_parameters(
     for key, parameter in parameters.items():
         name = key.partition("#")[0]
         offsets = _offsets(name, whole[name], parameter, mesh)
-        replica, replicas = _replica(key, mesh, isinstance(parameter, DTensor))
+        replica, replicas = _replica(key, mesh, is_sharded(parameter))
         held[key] = Held(name, parameter, whole[name], offsets, replica, replicas)
     return held
 
@@ -81,19 +83,19 @@ def _offsets(
     dim = split_dim(name)
     if dim is not None:
         offsets[dim] = own_range(whole[dim], mesh.place["mp"], mesh.layout.mp)[0]
-    if isinstance(parameter, DTensor):
-        _, inside = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+    if is_sharded(parameter):
+        from fourfold.parallel.shard import offsets_of_shard
+
+        inside = offsets_of_shard(parameter)
         offsets = [outer + inner for outer, inner in zip(offsets, inside)]
     return tuple(offsets)
 
 
-def _replica(key: str, mesh: Mesh, is_sharded: bool) -> tuple[int, int]:
+def _replica(key: str, mesh: Mesh, sharded: bool) -> tuple[int, int]:
     """This rank's number among the ranks with the same rectangle, and how many they are."""
     layout, place = mesh.layout, mesh.place
     replica, replicas = place["dp"], layout.dp
-    if not is_sharded:
+    if not sharded:
         replica, replicas = (
             replica * layout.sharding + place["sharding"],
             replicas * layout.sharding,
@@ -103,8 +105,3 @@ def _replica(key: str, mesh: Mesh, is_sharded: bool) -> tuple[int, int]:
     if key.partition("#")[0] == WORD and layout.pp > 1:
         replica, replicas = replica + replicas * (key == TIED), replicas * 2
     return replica, replicas
-
-
-@torch.no_grad()
-def piece_bytes(tensors: list[Tensor]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)

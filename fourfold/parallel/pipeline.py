@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
@@ -31,7 +30,7 @@ from fourfold.config import Config
 from fourfold.mesh import Mesh
 from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
-from fourfold.parallel.shard import set_last_micro_batch
+from fourfold.parallel.shard import Sharding
 from fourfold.parallel.stages import count_stages, stages_of_rank
 from fourfold.waiting import waited
 
@@ -45,7 +44,7 @@ class Stage(PipelineStage):
     stage 1. Here, at stages 2 and 3, each backward pass reduces, and at 3 it frees the weights.
     """
 
-    sharding_stage = 1
+    sharding: Sharding | None = None
     busy_seconds = 0.0
 
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
@@ -67,14 +66,15 @@ class Stage(PipelineStage):
         self.busy_seconds += time.perf_counter() - start
 
     def _reduces_at_once(self) -> bool:
-        return isinstance(self.submod, FSDPModule) and self.sharding_stage > 1
+        return self.sharding is not None and self.sharding.stage > 1
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if backward_type != "full" or not self._reduces_at_once():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        set_last_micro_batch(self.submod, self.sharding_stage, last_backward)  # type: ignore[arg-type]
+        assert self.sharding is not None
+        self.sharding.before_backward(self.submod, last_backward)
         gradients = stage_backward(
             bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         )
@@ -98,7 +98,7 @@ class Pipeline:
         micro_batches: int,
         tokens: Tensor,
         boundary: Tensor,
-        sharding_stage: int,
+        sharding: Sharding | None,
     ) -> None:
         """`parts` by stage number; `tokens` and `boundary` are examples of what goes into the
         first stage and from each to the next."""
@@ -109,7 +109,7 @@ class Pipeline:
         self.rank_of_stage = self._ranks(schedule)
         self.stages = [self._stage(number, part, tokens) for number, part in parts.items()]
         for stage in self.stages:
-            stage.sharding_stage = sharding_stage
+            stage.sharding = sharding
         self.micro_batches = micro_batches
         self.schedule_name = schedule
 
@@ -203,12 +203,16 @@ class Pipeline:
 
 
 def build_pipeline(
-    config: Config, mesh: Mesh, parts: dict[int, GPT], precision: Precision, device: torch.device
-) -> Pipeline | None:
-    """The pipeline over these parts, or None where there is no such axis."""
+    config: Config,
+    mesh: Mesh,
+    parts: dict[int, GPT],
+    precision: Precision,
+    sharding: Sharding | None,
+    device: torch.device,
+) -> Pipeline:
+    """The pipeline over these parts."""
     group = mesh.group("pp")
-    if group is None:
-        return None
+    assert group is not None
     batch, length = config.Data.batch_size.micro_batch_size, config.Data.dataset.max_seq_len
     own_length = length // mesh.layout.mp if config.Model.sequence_parallel else length
     dtype = precision.dtype if precision.level == "O2" else torch.get_default_dtype()
@@ -222,5 +226,5 @@ def build_pipeline(
         boundary=torch.empty(
             (batch, own_length, config.Model.hidden_size), dtype=dtype, device=device
         ),
-        sharding_stage=mesh.layout.stage,
+        sharding=sharding,
     )

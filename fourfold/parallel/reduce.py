@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fourfold.mesh import Mesh, sum_over
+from fourfold.parallel.cuts import has_partial_gradient
 from fourfold.parallel.pieces import TIED, WORD, local
-from fourfold.parallel.tensor import has_partial_gradient
 from fourfold.waiting import communicating
 
 

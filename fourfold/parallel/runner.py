@@ -10,6 +10,7 @@ Losses come as this rank's share: the sum of the shares over all ranks is the lo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,14 @@ from fourfold.model import GPT
 from fourfold.model.init import initialize_rectangles
 from fourfold.model.seeds import mix_seed
 from fourfold.parallel.pieces import TIED, Held, held_parameters, local, named_parameters
-from fourfold.parallel.pipeline import Arguments, Pipeline
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.reduce import Replicas, sum_across_model, sum_tied
-from fourfold.parallel.shard import drop_gathered, set_last_micro_batch
+
+if TYPE_CHECKING:
+    from fourfold.parallel.pipeline import Pipeline
+    from fourfold.parallel.shard import Sharding
+
+Arguments = dict[str, Any]
 
 
 class Runner:
@@ -40,6 +45,7 @@ class Runner:
         micro_batches: int,
         seed: int,
         by_sequence: bool = False,
+        sharding: Sharding | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         self.parts = parts
@@ -51,16 +57,16 @@ class Runner:
         self.seed = seed
         self.by_sequence = by_sequence
         self.pipeline = pipeline
-        self.is_sharded = mesh.layout.sharding > 1
+        self.sharding = sharding
         self.parameters = dict(named_parameters(parts))
         self.masters: dict[str, nn.Parameter] = dict(self.parameters)
-        if not self.is_sharded:
+        if sharding is None:
             self.masters = precision.prepare(self.parameters)
         self.held: dict[str, Held] = held_parameters(parts[0].shape, self.masters, mesh)
         group = mesh.group("dp")
         self.replicas = (
             Replicas(self.parameters, self.masters, group, micro_batches)
-            if group is not None and not self.is_sharded
+            if group is not None and sharding is None
             else None
         )
 
@@ -92,9 +98,8 @@ class Runner:
     def _run_micro_batches(self, batch: Batch, scale: float, seeds: list[int]) -> Tensor:
         model, total = self.parts[0], torch.zeros((), device=self.device)
         for micro, (tokens, arguments) in enumerate(self._micro_batches(batch)):
-            if self.is_sharded:
-                is_last = micro == self.micro_batches - 1
-                set_last_micro_batch(model, self.mesh.layout.stage, is_last)
+            if self.sharding is not None:
+                self.sharding.before_backward(model, is_last=micro == self.micro_batches - 1)
             loss = model(tokens, **arguments, loss_scale=scale, dropout_seed=seeds[micro])
             loss.backward()
             total = total + loss.detach()
@@ -111,7 +116,7 @@ class Runner:
     @torch.no_grad()
     def _finish_gradients(self) -> None:
         """What the backward pass left on several ranks, or in low precision, becomes whole."""
-        if not self.is_sharded:
+        if self.sharding is None:
             self.precision.collect(self.parameters, self.masters)
         if self.replicas is not None:
             self.replicas.finish()
@@ -136,8 +141,12 @@ class Runner:
         for key, parameter in self.parameters.items():
             if parameter is not self.masters[key]:
                 parameter.copy_(self.masters[key])
-        for part in self.parts:
-            drop_gathered(part)
+        self._drop_gathered()
+
+    def _drop_gathered(self) -> None:
+        if self.sharding is not None:
+            for part in self.parts:
+                self.sharding.drop_gathered(part)
 
     # -- evaluation -------------------------------------------------------------------------
 
@@ -155,8 +164,7 @@ class Runner:
             losses = self.pipeline.forward(micro_batches)
         else:
             losses = [self.parts[0](tokens, **given) for tokens, given in micro_batches]
-        for part in self.parts:
-            drop_gathered(part)
+        self._drop_gathered()
         return self._share(torch.stack(losses).sum() if losses else torch.zeros(()))
 
     # -- shares of a batch ------------------------------------------------------------------

@@ -13,64 +13,88 @@ divided by the tokens of the global batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
 from fourfold.waiting import communicating
 
 
-def apply_sharding(
-    model: GPT, mesh: DeviceMesh, stage: int, precision: Precision, offload: bool
-) -> None:
-    """Divide the model (or the part of it) over the ranks of `mesh`, layer by layer."""
-    reshard = stage == 3
-    offloads: OffloadPolicy = OffloadPolicy()
-    if offload:
-        offloads = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    low = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if precision.level == "O2":
-        low = MixedPrecisionPolicy(
-            param_dtype=precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        # LayerNorms stay in fp32, so they are gathered apart from the rest of their layer.
-        for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
-            fully_shard(
-                norm,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                offload_policy=offloads,
-                mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-            )
-    for layer in model.layers.values():
-        fully_shard(
-            layer, mesh=mesh, reshard_after_forward=reshard, offload_policy=offloads, mp_policy=low
-        )
-    # What is left, the embeddings, is needed at both ends of the network: gathered all the while.
-    fully_shard(
-        model, mesh=mesh, reshard_after_forward=False, offload_policy=offloads, mp_policy=low
-    )
-    for module in sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        # gloo has no other sum with a factor of one.
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(TimedAllGather())
-        module.set_custom_reduce_scatter(TimedReduceScatter())
+class Sharding:
+    """How the parts of a model on this rank are divided over the ranks of a mesh."""
+
+    def __init__(
+        self, mesh: DeviceMesh, stage: int, precision: Precision, offload: bool = False
+    ) -> None:
+        self.stage = stage
+        self.precision = precision
+        self.options: dict[str, Any] = {"mesh": mesh}
+        if offload:
+            self.options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+    def apply(self, model: GPT) -> None:
+        """Divide the model (or the part of it), layer by layer."""
+        plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+        low = plain
+        frees = self.stage == 3
+        if self.precision.level == "O2":
+            low = replace(plain, param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
+            # LayerNorms stay in fp32, so they are gathered apart from the rest of their layer.
+            for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
+                fully_shard(norm, reshard_after_forward=frees, mp_policy=plain, **self.options)
+        for layer in model.layers.values():
+            fully_shard(layer, reshard_after_forward=frees, mp_policy=low, **self.options)
+        # What is left, the embeddings, is needed at both ends of the network: kept gathered.
+        fully_shard(model, reshard_after_forward=False, mp_policy=low, **self.options)
+        for module in sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no other sum with a factor of one.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(TimedAllGather())
+            module.set_custom_reduce_scatter(TimedReduceScatter())
+
+    def before_backward(self, model: nn.Module, is_last: bool) -> None:
+        """What the backward pass of a micro-batch is to reduce, and what to keep after it."""
+        assert isinstance(model, FSDPModule)
+        model.set_is_last_backward(is_last)
+        model.set_requires_gradient_sync(is_last or self.stage > 1)
+        model.set_requires_all_reduce(is_last)
+        model.set_reshard_after_backward(is_last or self.stage == 3)
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        """Forget gathered weights. After an evaluation the next step would otherwise use them,
+        and miss the update in between."""
+        for module in sharded_modules(model):
+            module.reshard()
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def offsets_of_shard(parameter: Tensor) -> tuple[int, ...]:
+    """Where this rank's shard begins in what was divided."""
+    assert isinstance(parameter, DTensor)
+    return compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )[1]
 
 
 class TimedAllGather(DefaultAllGather):
@@ -85,23 +109,3 @@ class TimedReduceScatter(DefaultReduceScatter):
     def __call__(self, *given: Any, **named: Any) -> Any:
         with communicating():
             return super().__call__(*given, **named)
-
-
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def set_last_micro_batch(model: GPT, stage: int, is_last: bool) -> None:
-    """Before the backward pass of a micro-batch: what is reduced and what is kept after it."""
-    assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(is_last)
-    model.set_requires_gradient_sync(is_last or stage > 1)
-    model.set_requires_all_reduce(is_last)
-    model.set_reshard_after_backward(is_last or stage == 3)
-
-
-def drop_gathered(model: nn.Module) -> None:
-    """Forget gathered weights. After an evaluation the next step would otherwise use them, and
-    miss the update in between."""
-    for module in sharded_modules(model):
-        module.reshard()
