@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all check format setup setup-dev clean
+.PHONY: quickstart test test-all equivalence check format setup setup-dev clean
 
 quickstart: setup
 	$(BIN)/fourfold quickstart
@@ -13,6 +13,10 @@ test: setup-dev
 
 test-all: setup-dev
 	$(BIN)/pytest -n 2
+
+# Runs the whole table of layouts and writes its page.
+equivalence: setup-dev
+	FOURFOLD_EQUIVALENCE_PAGE=docs/equivalence.md $(BIN)/pytest tests/parallel/test_equivalence.py
 
 check: setup-dev
 	$(BIN)/ruff format --check .

@@ -1,8 +1,4 @@
 """`Engine.fit()`: the training loop. How anything is parallelised is none of its business.
-
-Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
-checkpoint restores is short: weights, moments, the loss scale, one integer, and what a mixture
-whose weights may change has served of each source.
 """
 
 from __future__ import annotations
@@ -14,17 +10,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from fourfold import __version__, checkpoint, heartbeat
+from fourfold import heartbeat
 from fourfold.checkpoint import Crew, PendingSave
 from fourfold.config import Config
 from fourfold.data import Batch
-from fourfold.engine import holdings
+from fourfold.engine import saving
 from fourfold.engine.feeds import open_feeds
 from fourfold.engine.guard import Guard
 from fourfold.engine.instruments import Instruments
 from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
-from fourfold.errors import UserError
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
 from fourfold.optim import LossScale, Optimizer, Schedule
@@ -63,7 +58,7 @@ class Engine:
         )
         self.guard = Guard(config.Engine.max_skipped_steps)
         self.step = 0
-        self.saving: PendingSave | None = None
+        self.pending_save: PendingSave | None = None
         self.notices = [*config.notices, *self.feeds.notices]
 
     # -- the loop ---------------------------------------------------------------------------
@@ -72,7 +67,7 @@ class Engine:
         """Train from where the run stands to `max_steps`, then test. Returns early on a stop."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         heartbeat.beat(self.step, "resume")
-        self._resume()
+        saving.resume(self)
         with ExitStack() as closing:
             # Closed in the reverse order; one that fails does not keep the others from it.
             closing.callback(self.feeds.close)
@@ -102,7 +97,7 @@ class Engine:
             loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
             self._end_step(watch, loss, norm)
             if self.guard.gave_up:
-                raise self.guard.failure(self.step, self._save(meter))
+                raise self.guard.failure(self.step, saving.save(self, meter))
             if _due(self.step, engine.check_replicas_freq):
                 check_replicas(self.runner, f"step {self.step}")
             if _due(self.step, engine.eval_freq):
@@ -110,8 +105,8 @@ class Engine:
                     self._evaluate(sinks, "eval", engine.eval_iters)
             last = self.step == engine.max_steps
             if _due(self.step, engine.save_load.save_steps) or last or stopping:
-                self._save(meter)
-        self._finish_saving()
+                saving.save(self, meter)
+        saving.finish(self)
         if stopping:
             reason = self.mesh.agree(stop.reason())
             sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
@@ -179,65 +174,6 @@ class Engine:
             batches=iterations,
         )
 
-    # -- saving and resuming ----------------------------------------------------------------
-
-    def _save(self, meter: Meter) -> str:
-        consumed = self.step * self.config.Data.batch_size.global_batch_size
-        state: dict[str, Any] = {
-            "version": __version__,
-            "step": self.step,
-            "consumed_samples": consumed,
-            "optimizer_updates": self.optimizer.updates,
-            "skipped_updates": self.guard.skipped,
-            "loss_scale": vars(self.loss_scale) if self.loss_scale else None,
-            **self.feeds.state(consumed),
-            "config": self.config.to_dict(),
-        }
-        heartbeat.beat(self.step, "save")
-        with meter.timed("save"):
-            self._finish_saving()
-            section, tensors = (
-                self.config.Engine.save_load,
-                holdings.to_write(self.runner, self.optimizer),
-            )
-            given = (self.output_dir, self.step, tensors, state, section.keep_last, self.crew)
-            if section.async_save:
-                self.saving = checkpoint.begin_save(*given)
-            else:
-                self.mesh.together(lambda: checkpoint.save(*given))
-        return str(self.output_dir / f"step_{self.step}")
-
-    def _finish_saving(self) -> None:
-        """Wait for the save under way; none is ever dropped for a later one."""
-        if self.saving is not None:
-            self.mesh.together(self.saving.wait)
-            self.saving = None
-
-    def _resume(self) -> None:
-        found = _resume_source(self.config, self.output_dir)
-        # Rank 0 decides: the others may look before or after something changed on the disk.
-        where = self.mesh.agree(None if self.mesh.rank else str(found or ""))
-        if not where:
-            return
-        tensors = holdings.to_fill(self.runner, self.optimizer)
-        path, state = checkpoint.resume(where, tensors, self.notices.append, crew=self.crew)
-        batch = self.config.Data.batch_size.global_batch_size
-        if state["consumed_samples"] != state["step"] * batch:
-            raise UserError(
-                f"{path} was written after {state['consumed_samples']} samples in "
-                f"{state['step']} steps, which is not {batch} samples a step; resume with the "
-                "global_batch_size it was trained with"
-            )
-        about_data = self.feeds.restore(state, int(state["consumed_samples"]), str(path))
-        self.step = int(state["step"])
-        self.optimizer.restore_updates(int(state["optimizer_updates"]))
-        self.guard.skipped = int(state["skipped_updates"])
-        if self.loss_scale and state["loss_scale"]:
-            self.loss_scale = LossScale(**state["loss_scale"])
-        holdings.settle(self.runner, self.optimizer)
-        check_replicas(self.runner, f"after loading {path}")
-        self.notices += [f"resumed from {path} at step {self.step}", *about_data]
-
     # -- reporting --------------------------------------------------------------------------
 
     def _open_instruments(self, closing: ExitStack) -> Instruments:
@@ -278,21 +214,6 @@ class Engine:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _resume_source(config: Config, output_dir: Path) -> Path | None:
-    """Where to resume from, if anywhere.
-
-    A job that is started again with the same arguments goes on with its own checkpoints, even
-    where `ckpt_dir` names the run it first came from. A `ckpt_dir` inside the run is obeyed.
-    """
-    save_load = config.Engine.save_load
-    own = output_dir if save_load.auto_resume and checkpoint.candidates(output_dir) else None
-    if save_load.ckpt_dir is None:
-        return own
-    named = checkpoint.named(save_load.ckpt_dir, output_dir)
-    inside = named.resolve().is_relative_to(output_dir.resolve())
-    return named if inside or own is None else own
 
 
 def _build_schedule(config: Config) -> Schedule:

@@ -27,12 +27,13 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
     """
     layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
     precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
-    sharding = pipeline = None
+    sharding, pipeline, home = None, None, device
     if layout.sharding > 1:
         from fourfold.parallel.shard import Sharding
 
         offload = config.Distributed.sharding.sharding_offload
         sharding = Sharding(mesh.sharding_mesh, layout.stage, precision, offload)
+        home = torch.device("cpu") if offload and device.type != "meta" else device
     parts: dict[int, GPT] = {}
     for stage, layers in stages_here(config, mesh.place["pp"]).items():
         with torch.device("meta"):
@@ -50,7 +51,7 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
         precision.apply_autocast(part, device)
         if sharding is not None:
             sharding.apply(part)
-        part.to_empty(device=device)
+        part.to_empty(device=home)
     if layout.pp > 1:
         from fourfold.parallel.pipeline import build_pipeline
 

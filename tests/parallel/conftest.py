@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from equivalence_page import Row, page_of
+from layout_runs import Runs
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "equivalence.md"
 
@@ -23,3 +24,8 @@ def table_rows() -> Iterator[list[Row]]:
 @pytest.fixture
 def page() -> Path:
     return PAGE
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)

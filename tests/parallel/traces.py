@@ -14,7 +14,7 @@ from ranks import on_ranks
 from tiny_run import TINY
 
 from fourfold.config import Config, load_config
-from fourfold.engine import Engine
+from fourfold.engine import Engine, saving
 from fourfold.engine.stop import StopRequest
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.pieces import local
@@ -67,12 +67,16 @@ class Workshop:
         self.references: dict[tuple[str, ...], list[Trace]] = {}
         self.traces: dict[str, list[Trace]] = {}
 
-    def config(self, world: int, name: str, overrides: Iterable[str]) -> Config:
+    def settings(self, name: str) -> list[str]:
+        """What all cases share, with places of their own for the run `name`."""
         places = [
             f"Engine.save_load.output_dir={self.folder / name}",
             f"Data.dataset.cache_dir={self.folder / 'cache'}",
         ]
-        return load_config(self.yaml, [*BASE, *places, *overrides], world_size=world)
+        return [*BASE, *places]
+
+    def config(self, world: int, name: str, overrides: Iterable[str]) -> Config:
+        return load_config(self.yaml, [*self.settings(name), *overrides], world_size=world)
 
     def reference(self, case: Case) -> list[Trace]:
         """One process, with the settings of the case that change the numbers."""
@@ -116,7 +120,7 @@ class Workshop:
 def _run(config: Config, world: int) -> Trace:
     engine, trace = Engine(config, world), Trace()
     trace.initial = _rectangles(engine, gradients=False)
-    engine._resume()
+    saving.resume(engine)
     start, update = engine.step, engine.optimizer.update
 
     def observed(rate: float, norm: float, scale: float = 1.0) -> None:
@@ -136,7 +140,7 @@ def _run(config: Config, world: int) -> Trace:
             if engine.step == SAVED_STEP and start == 0:
                 # An evaluation in between must leave nothing behind.
                 engine.runner.evaluate(engine.feeds.loaders["valid"].batch(1))
-                engine._save(meter)
+                saving.save(engine, meter)
     share = float(engine.runner.evaluate(engine.feeds.loaders["valid"].batch(0)))
     (trace.evaluation,) = engine.mesh.total(share)
     trace.weights = _rectangles(engine, gradients=False)
