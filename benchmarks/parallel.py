@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS)
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each layout")
-    parser.add_argument("--repeats", type=int, default=2, help="launches of each size")
+    parser.add_argument("--repeats", type=int, default=3, help="launches of each size")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="ranks, for memory")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="for memory")
     options = parser.parse_args()

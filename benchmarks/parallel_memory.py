@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,19 +119,19 @@ def memory_table(desk: Desk, dtypes: list[str], worlds: list[int]) -> None:
         for ranks in worlds:
             for stage in range(4):
                 case = Case(stage, ranks, dtype)
-                say(f"memory: {case}")
+                say(f"memory: {dtype}, {ranks} ranks, stage {stage}")
                 config = desk.config(ranks, case.overrides())
-                found = once(ranks, lambda config=config, ranks=ranks: measure(config, ranks))
+                found = once(ranks, partial(measure, config, ranks))
                 rows.append(row(case, found))
     table(
-        "dtype | ranks | stage | weights | gradients | moments | peak | formula | ratio "
-        "| resident memory",
+        "dtype | ranks | stage | weights | gradients | moments | peak, MB | formula | ratio "
+        "| process",
         rows,
     )
 
 
 def row(case: Case, found: list[dict[str, Any]]) -> list[str]:
-    """The rank with the highest peak; bytes between micro-batches are `measured/formula`."""
+    """The rank with the highest peak; between micro-batches it holds `measured / formula`."""
     worst = max(found, key=lambda figures: figures["peak"])
     sizes: Sizes = worst["sizes"]
     predicted = case.peak(sizes)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,9 +65,9 @@ def speed_table(desk: Desk, rounds: int) -> None:
         for warm_up in (True, True, *[False] * rounds):
             for name, team in teams.items():
                 say(f"speed: {name}{', warm-up' if warm_up else ''}")
-                taken = team.timed_turn()
+                elapsed = team.timed_turn()
                 if not warm_up:
-                    seconds[name].append(taken)
+                    seconds[name].append(elapsed)
     finally:
         for team in teams.values():
             team.close()
@@ -87,14 +89,14 @@ def start_teams(desk: Desk) -> dict[str, Ranks]:
     whole = f"Data.batch_size.micro_batch_size={BATCH}"
     half = f"Data.batch_size.micro_batch_size={BATCH // 2}"
     alone = desk.config(1, [whole])
-    teams = {ALONE: Ranks(1, lambda: engine_steps(alone, 1), threads=2)}
+    teams = {ALONE: Ranks(1, partial(engine_steps, alone, 1), threads=2)}
     for name, overrides in LAYOUTS.items():
         config = desk.config(2, [half, *overrides])
-        teams[name] = Ranks(2, lambda config=config: engine_steps(config, 2))
+        teams[name] = Ranks(2, partial(engine_steps, config, 2))
         # Next to the first layout it is compared with.
         peer = PEERS.get(name)
         if peer is not None and peer not in teams:
-            teams[peer] = Ranks(2, lambda peer=peer: peer_steps(alone, peer))
+            teams[peer] = Ranks(2, partial(peer_steps, alone, peer))
     return teams
 
 
@@ -114,7 +116,7 @@ def peer_steps(config: Config, kind: str) -> Iterator[None]:
     model = GPT(ModelShape.of(config.Model))
     initialize(model, seed=1)
     if kind == "DDP":
-        run: torch.nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        run: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
         mesh, free = init_device_mesh("cpu", (world,)), kind == "FSDP2, weights freed"
         for layer in model.layers.values():

@@ -31,6 +31,16 @@ waited = Waited()
 
 
 @contextmanager
+def uncounted() -> Iterator[None]:
+    """What is waited for in this block is no part of any step."""
+    before = waited.copy()
+    try:
+        yield
+    finally:
+        waited.communication, waited.bubble = before.communication, before.bubble
+
+
+@contextmanager
 def communicating() -> Iterator[None]:
     """Count the time of this block as communication."""
     start = time.perf_counter()

@@ -1,5 +1,4 @@
-"""`Engine.fit()`: the training loop. How anything is parallelised is none of its business.
-"""
+"""`Engine.fit()`: the training loop. How anything is parallelised is none of its business."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ from fourfold.optim import LossScale, Optimizer, Schedule
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
+from fourfold.waiting import uncounted
 
 
 class Engine:
@@ -149,6 +149,7 @@ class Engine:
         size = self.config.Data.batch_size.global_batch_size
         return range((self.step - 1) * size, self.step * size)
 
+    @uncounted()
     def _evaluate(self, sinks: Sinks, part: Literal["eval", "test"], iterations: int) -> None:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
         split = "valid" if part == "eval" else "test"

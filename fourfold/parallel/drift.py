@@ -13,26 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fourfold.errors import RunError
 from fourfold.parallel.cuts import split_dim
 from fourfold.parallel.pieces import TIED, WORD, Held, local
 from fourfold.parallel.runner import Runner
 
 
-class ReplicaDrift(Exception):
-    """Ranks that should hold the same parameter do not. Not a mistake of the user."""
+class ReplicaDrift(RunError):
+    """Ranks that should hold the same parameter do not."""
 
 
 def check_replicas(runner: Runner, when: str) -> None:
     """Raise `ReplicaDrift` on every rank if any parameter differs between its holders."""
     mesh, problem = runner.mesh, None
     for group, axis, keys in _groups_of_holders(runner):
-        different = _different(group, [runner.held[key] for key in keys])
-        if different and problem is None:
+        names, whom = _differing(group, axis, [runner.held[key] for key in keys])
+        if names and problem is None:
             problem = (
-                f"{when}: {len(different)} parameter(s) differ between {axis} ranks that must hold "
-                f"them alike, seen by rank {mesh.rank}: {', '.join(different[:3])}. "
-                "The last checkpoint before this is the one to trust; a rank that drifts again "
-                "after a restart has faulty hardware"
+                f"{when}: {len(names)} parameter(s) that must be alike differ between {whom}: "
+                f"{', '.join(names[:3])}. The last checkpoint before this is the one to trust; a "
+                "rank that drifts again after a restart has faulty hardware"
             )
     told = mesh.agree(problem)
     if told is not None:
@@ -56,15 +56,24 @@ def _groups_of_holders(runner: Runner) -> list[tuple[ProcessGroup | None, str, l
     ]
 
 
-def _different(group: ProcessGroup | None, held: list[Held]) -> list[str]:
-    """Names of those that not all ranks of the group have the same bits of."""
+def _differing(group: ProcessGroup | None, axis: str, held: list[Held]) -> tuple[list[str], str]:
+    """Names of those that not all ranks of the group have the same bits of, and which ranks."""
     if group is None or not held:
-        return []
+        return [], ""
     own = torch.tensor([_hash(local(one.parameter.data)) for one in held])
     all_hashes = torch.empty((group.size(), len(held)), dtype=torch.int64)
     dist.all_gather(list(all_hashes.unbind()), own, group=group)
-    alike = (all_hashes == all_hashes[0]).all(dim=0)
-    return [one.name for one, same in zip(held, alike.tolist()) if not same]
+    odd = all_hashes != all_hashes.mode(dim=0).values
+    names = [one.name for one, differs in zip(held, odd.any(dim=0).tolist()) if differs]
+    return names, _whom(axis, dist.get_process_group_ranks(group), odd.any(dim=1).tolist())
+
+
+def _whom(axis: str, ranks: list[int], odd: list[bool]) -> str:
+    """The ranks to suspect: those that are not with the majority, where there is one."""
+    few = [rank for rank, differs in zip(ranks, odd) if differs]
+    if 2 * len(few) < len(ranks):
+        return f"rank {', '.join(map(str, few))} and the other {axis} ranks"
+    return f"{axis} ranks {', '.join(map(str, ranks))}"
 
 
 def _hash(tensor: Tensor) -> int:

@@ -82,7 +82,9 @@ class Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if not self._reduces_at_once():
-            super().perform_reduce_grad(grad_scale_factor)
+            # Counted as communication by those who reduce, so it is not the bubble's.
+            with self._computing():
+                super().perform_reduce_grad(grad_scale_factor)
 
 
 class Pipeline:

@@ -24,6 +24,7 @@ from traces import Workshop
 
 from fourfold import checkpoint
 from fourfold.cli import main
+from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import Engine
 from fourfold.metrics import read_jsonl
@@ -52,13 +53,14 @@ class Runs:
         self, layout: str, name: str, work: Callable[[Engine], T], *overrides: str
     ) -> list[T]:
         """What `work` returns on each rank, given an engine of the run `name`."""
+        world = Case(layout).world
+        return on_ranks(
+            world, lambda rank: work(Engine(self.config(layout, name, *overrides), world))
+        )
+
+    def config(self, layout: str, name: str, *overrides: str) -> Config:
         case = Case(layout)
-        settings = [*SMALL, *case.overrides(), *overrides]
-
-        def run(rank: int) -> T:
-            return work(Engine(self.workshop.config(case.world, name, settings), case.world))
-
-        return on_ranks(case.world, run)
+        return self.workshop.config(case.world, name, [*SMALL, *case.overrides(), *overrides])
 
     def fit(
         self, layout: str, name: str, *overrides: str, prepare: Prepare | None = None

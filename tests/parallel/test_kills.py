@@ -1,0 +1,107 @@
+"""Kill -9 of a random rank at a random moment: found, named, and the run ends as if nothing was.
+
+`fourfold train --nproc 4 --max-restarts N` must bring the run to its end whatever its ranks are
+doing when they are killed: starting, computing, saving, or committing what was saved.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from layout_runs import Command, Runs, different, losses
+
+slow = pytest.mark.slow
+KILLED = re.compile(r"fourfold: rank (\d) was killed by signal 9 \(SIGKILL\)")
+RESTARTED = "starting all ranks again from the last checkpoint"
+DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
+SETTINGS = (*DROPOUT, "Engine.save_load.save_steps=3", "Engine.save_load.keep_last=2")
+
+
+class Killer:
+    """Kills ranks of a run until it has killed enough or the run has ended."""
+
+    def __init__(self, command: Command, run: Path, kills: int, seed: int) -> None:
+        self.command, self.run, self.left = command, run, kills
+        self.chance = random.Random(seed)
+        self.killed: list[int] = []
+
+    def go(self) -> int:
+        """Until the run has ended; its exit code."""
+        while self.left > 0:
+            if (code := self._wait_for_a_moment()) is not None:
+                return code
+            rank, pid = self.chance.choice(sorted(self.command.ranks().items()) or [(-1, 0)])
+            if pid == 0:
+                continue
+            os.kill(pid, signal.SIGKILL)
+            if (code := self._wait(self._restarts() + 1)) is not None:
+                return code
+            self.killed.append(rank)
+            self.left -= 1
+        return self.command.wait()
+
+    def _wait_for_a_moment(self) -> int | None:
+        """Some steps further than now, give or take; the exit code if the run ends before."""
+        goal = self._steps() + self.chance.randint(0, 5)
+        deadline = time.monotonic() + 60.0
+        while self._steps() < goal and time.monotonic() < deadline:
+            if (code := self.command.ended()) is not None:
+                return code
+            time.sleep(0.005)
+        time.sleep(0.1 * self.chance.random())
+        return self.command.ended()
+
+    def _wait(self, restarts: int) -> int | None:
+        """Until the command has started again so often; the exit code if it ends before."""
+        deadline = time.monotonic() + 60.0
+        while self._restarts() < restarts:
+            if (code := self.command.ended()) is not None:
+                return code
+            assert time.monotonic() < deadline, self.command.said()
+            time.sleep(0.005)
+        return None
+
+    def _restarts(self) -> int:
+        return self.command.said().count(RESTARTED)
+
+    def _steps(self) -> int:
+        """How many training records there are, of all attempts."""
+        file = self.run / "metrics.jsonl"
+        return file.read_text().count('"kind": "train"') if file.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "asynchronous", "steps", "kills"),
+    [
+        ("dp2 pp2", False, 12, 3),
+        pytest.param("dp2 pp2", False, 40, 10, marks=slow),
+        pytest.param("sh2 stage3 mp2", True, 40, 10, marks=slow),
+    ],
+)
+def test_a_run_survives_the_death_of_its_ranks(
+    layout: str, asynchronous: bool, steps: int, kills: int, runs: Runs
+) -> None:
+    settings = (*SETTINGS, f"Engine.max_steps={steps}")
+    straight = runs.fit(layout, "straight", *settings)
+    settings = (*settings, f"Engine.save_load.async_save={asynchronous}")
+    done = 0
+    while done < kills:
+        # A run that ends before it was killed often enough is followed by another.
+        name = f"killed_after_{done}"
+        words = runs.command(layout, name, *settings, options=("--max-restarts", "100"))
+        command = Command.start(words, runs.folder / f"console_{name}")
+        killer = Killer(command, runs.folder / name, kills - done, seed=done + kills)
+        code = killer.go()
+        said = command.said()
+        assert code == 0, said
+        assert [int(rank) for rank in KILLED.findall(said)] == killer.killed, said
+        run = runs.folder / name
+        assert losses(run) == losses(straight)
+        assert not different(run / f"step_{steps}", straight / f"step_{steps}")
+        done += len(killer.killed)

@@ -1,0 +1,102 @@
+"""One run, several layouts: it is stopped, goes on under another one, and its curve is the same.
+
+Each run here has one directory. It is asked to stop in the middle, saves, and the same command with
+other degrees goes on with what is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layout_runs import Runs, in_step, losses, notices, records
+from tiny_run import FIXTURE
+from traces import relative
+
+from fourfold import checkpoint
+from fourfold.engine import Engine
+from fourfold.engine.stop import STOP_FILE
+
+slow = pytest.mark.slow
+STEPS = 9
+LENGTH = f"Engine.max_steps={STEPS}"
+BLEND = FIXTURE.parent / "megatron_blend"
+MICRO = "Data.batch_size.micro_batch_size"
+
+
+def stop_at(step: int) -> object:
+    """Ask for a stop in this step, as `touch output/STOP` does."""
+
+    def prepare(engine: Engine) -> None:
+        if engine.mesh.rank == 0:
+            in_step(engine, step, (engine.output_dir / STOP_FILE).touch)
+
+    return prepare
+
+
+def go_on(runs: Runs, legs: list[tuple[str, ...]], *shared: str) -> Path:
+    """Run the legs, each a layout and its own settings, for the same number of steps each."""
+    for number, (layout, *own) in enumerate(legs, start=1):
+        prepare = stop_at(STEPS * number // len(legs)) if number < len(legs) else None
+        run = runs.fit(layout, "changed", LENGTH, *shared, *own, prepare=prepare)
+        newest = checkpoint.candidates(run)[0]
+        assert newest.name == f"step_{STEPS * number // len(legs)}"
+    return run
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [("dp2 pp2 mp2",), ("sh8 stage3",), ("one",)],
+        [("pp2 mp2 sp",), ("sh2 stage3",), ("one",)],
+        [("one",), ("pp2 sh2 stage2", f"{MICRO}=2"), ("dp2", f"{MICRO}=4")],
+        pytest.param([("dp2 sh2 stage3 mp2 sp",), ("pp4 mp2",), ("dp8",)], marks=slow),
+        pytest.param([("pp2 zbv mp2",), ("pp2 interleaved sh2",), ("mp4 sp",)], marks=slow),
+    ],
+    ids=lambda legs: " then ".join(" ".join(leg) for leg in legs),
+)
+def test_the_curve_of_one_process_goes_on_under_every_layout(
+    legs: list[tuple[str, ...]], runs: Runs
+) -> None:
+    straight = runs.fit("one", "straight", LENGTH)
+    changed = go_on(runs, legs)
+    assert relative(losses(changed), losses(straight)) < 1e-5
+    seen = [record["tokens"] for record in records(changed)]
+    assert seen == [record["tokens"] for record in records(straight)]
+    assert "seen before" not in notices(changed)
+
+
+@pytest.mark.parametrize("legs", [[("dp2", ), ("pp2", )], [("sh2 stage3",), ("mp2",)]])
+def test_a_run_goes_on_in_another_precision(legs: list[tuple[str, ...]], runs: Runs) -> None:
+    straight = runs.fit("one", "straight", LENGTH)
+    low = ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2")
+    changed = go_on(runs, [legs[0], (*legs[1], *low)])
+    half = STEPS // 2
+    assert relative(losses(changed)[:half], losses(straight)[:half]) < 1e-5
+    assert 1e-6 < relative(losses(changed)[half:], losses(straight)[half:]) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [("dp2",), ("sh4 stage3",)],
+        pytest.param([("pp2 sh2",), ("dp8",), ("one",)], marks=slow),
+    ],
+    ids=lambda legs: " then ".join(" ".join(leg) for leg in legs),
+)
+def test_a_mixture_in_elastic_order_serves_the_same_samples_to_any_ranks(
+    legs: list[tuple[str, ...]], runs: Runs
+) -> None:
+    parts = [BLEND / f"part{number}_text_document" for number in (0, 1)]
+    mixing = (
+        f"Data.dataset.input_dir=0.3 {parts[0]} 0.7 {parts[1]}",
+        "Data.dataset.order=elastic",
+    )
+    straight = runs.fit("one", "straight", LENGTH, *mixing)
+    changed = go_on(runs, legs, *mixing)
+    assert relative(losses(changed), losses(straight)) < 1e-5
+    served = [
+        checkpoint.read_state(run / f"step_{STEPS}")["mixture"]["sources"]
+        for run in (straight, changed)
+    ]
+    assert served[0] == served[1]
