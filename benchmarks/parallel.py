@@ -4,7 +4,7 @@ Everything runs on this machine, over gloo, with one thread per rank. Memory is 
 tensors and held against the formula of docs/parallel_cost.md; speed against one process with two
 threads and against `DistributedDataParallel` and `fully_shard` written by hand, in turns.
 
-    python benchmarks/parallel.py [--only memory|build|speed|launch] [--rounds 7]
+    python benchmarks/parallel.py [--only memory|build|speed|launch] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TOKENS = 400_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each layout")
-    parser.add_argument("--repeats", type=int, default=3, help="launches of each size")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each layout")
+    parser.add_argument("--repeats", type=int, default=2, help="launches of each size")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="ranks, for memory")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="for memory")
     options = parser.parse_args()

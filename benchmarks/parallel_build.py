@@ -23,7 +23,7 @@ from fourfold.mesh import connect
 from fourfold.metrics import read_jsonl
 from fourfold.model import ModelShape
 from fourfold.model.init import whole_shapes
-from fourfold.parallel import layout_of, parallelize
+from fourfold.parallel import layout_of, parallelize, preload
 
 BUILD_SHAPE = [
     "Model.vocab_size=8192",
@@ -67,6 +67,7 @@ def build_table(desk: Desk) -> None:
     for name, overrides in BUILD_LAYOUTS.items():
         say(f"build: {name}")
         config = desk.config(4, overrides)
+        preload(layout_of(config))  # as the command does before it forks
         found = once(4, partial(build, config))
         whole, share, grown = max(found, key=lambda figures: figures[2])
         rows.append([name, mega(whole), mega(share), mega(grown), f"{grown / share:.2f}"])

@@ -87,6 +87,8 @@ def layout_of(config: Config) -> Layout:
 def preload(layout: Layout) -> None:
     """Import what `parallelize` will need, before processes are forked that would all do it."""
     if layout.sharding > 1:
+        import torch._dynamo  # noqa: F401  imported by torch's sharding at its first use
+
         import fourfold.parallel.shard
     if layout.mp > 1:
         import fourfold.parallel.tensor

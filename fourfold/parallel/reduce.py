@@ -28,27 +28,31 @@ class Bucket:
         self.parameters = parameters
         self.group = group
         self.arrived = 0
-        self.flat: Tensor | None = None
         self.sent: dist.Work | None = None
+        self.to_copy: list[tuple[Tensor, Tensor]] = []
 
     def send(self) -> None:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self.sent = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        """From here on the gradients are views of the message, so they are not held twice."""
+        members = [p for p in self.parameters if p.grad is not None]
+        flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
+        self.sent = dist.all_reduce(flat, group=self.group, async_op=True)
+        for parameter, piece in zip(members, flat.split([p.numel() for p in members])):
+            summed = piece.view_as(parameter)
+            if parameter.grad is not None and parameter.grad._is_view():
+                # The optimizer's flat gradients (`Fused.tensor_fusion`) must stay where they are.
+                self.to_copy.append((parameter.grad, summed))
+            else:
+                parameter.grad = summed
 
     def receive(self) -> None:
         if self.sent is None:
             self.send()
-        assert self.sent is not None and self.flat is not None
+        assert self.sent is not None
         with communicating():
             self.sent.wait()
-        start = 0
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                stop = start + parameter.grad.numel()
-                parameter.grad.copy_(self.flat[start:stop].view_as(parameter.grad))
-                start = stop
-        self.arrived, self.flat, self.sent = 0, None, None
+        for gradient, summed in self.to_copy:
+            gradient.copy_(summed)
+        self.arrived, self.sent, self.to_copy = 0, None, []
 
 
 class Replicas:

@@ -39,8 +39,9 @@ class Killer:
             rank, pid = self.chance.choice(sorted(self.command.ranks().items()) or [(-1, 0)])
             if pid == 0:
                 continue
+            restarts = self._restarts()
             os.kill(pid, signal.SIGKILL)
-            if (code := self._wait(self._restarts() + 1)) is not None:
+            if (code := self._wait(restarts + 1)) is not None:
                 return code
             self.killed.append(rank)
             self.left -= 1

@@ -20,7 +20,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from fourfold.config import Config, load_config
 from fourfold.engine import Engine
 from fourfold.mesh import connect
-from fourfold.parallel import Runner, layout_of, parallelize
+from fourfold.parallel import Runner, layout_of, parallelize, preload
 from fourfold.parallel.pieces import local
 from fourfold.parallel.shard import sharded_modules
 
@@ -64,6 +64,7 @@ def resident_memory(field: str) -> int:
 def test_building_never_holds_the_whole_model(tmp_path: Path, layout: list[str]) -> None:
     """60 million parameters, 240 MB; a rank's share is a quarter of it."""
     config = config_of(tmp_path, 4, [*WIDE, *layout, "Data.batch_size.global_batch_size=4"])
+    preload(layout_of(config))
 
     def build(rank: int) -> tuple[int, int]:
         device = torch.device("cpu")
