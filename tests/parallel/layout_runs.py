@@ -62,9 +62,7 @@ class Runs:
         case = Case(layout)
         return self.workshop.config(case.world, name, [*SMALL, *case.overrides(), *overrides])
 
-    def fit(
-        self, layout: str, name: str, *overrides: str, prepare: Prepare | None = None
-    ) -> Path:
+    def fit(self, layout: str, name: str, *overrides: str, prepare: Prepare | None = None) -> Path:
         """Train to the end or to a stop; the run's directory."""
 
         def train(engine: Engine) -> None:
@@ -161,7 +159,7 @@ class Command:
             output = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+            sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
             sys.argv = ["fourfold", *words]
             if prepare is not None:
                 prepare()

@@ -67,10 +67,7 @@ QUICK = ("pp2 mp2", "dp2 sh2 stage3")
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(layout, marks=() if layout in QUICK else pytest.mark.slow)
-        for layout in LAYOUTS
-    ],
+    [pytest.param(layout, marks=() if layout in QUICK else pytest.mark.slow) for layout in LAYOUTS],
 )
 def test_ranks_that_run_hold_what_was_foretold(layout: str, runs: Runs) -> None:
     case, settings = Case(layout), LAYOUTS[layout]

@@ -66,7 +66,7 @@ def test_the_curve_of_one_process_goes_on_under_every_layout(
     assert "seen before" not in notices(changed)
 
 
-@pytest.mark.parametrize("legs", [[("dp2", ), ("pp2", )], [("sh2 stage3",), ("mp2",)]])
+@pytest.mark.parametrize("legs", [[("dp2",), ("pp2",)], [("sh2 stage3",), ("mp2",)]])
 def test_a_run_goes_on_in_another_precision(legs: list[tuple[str, ...]], runs: Runs) -> None:
     straight = runs.fit("one", "straight", LENGTH)
     low = ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2")

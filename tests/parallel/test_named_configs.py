@@ -1,7 +1,7 @@
 """The documents' large configurations on this machine: narrow and shallow, their degrees kept.
 
-`fourfold train -c FILE --nproc N` with `-o` overrides for 20 steps: the loss falls, and every step's
-is that of the same file in one process.
+`fourfold train -c FILE --nproc N` with `-o` overrides for 20 steps: the loss falls, and that of
+every step is the one of the same file in a single process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL = (
     "Model.max_position_embeddings=16",
     f"Optimizer.lr.decay_steps={STEPS}",
     "Optimizer.lr.warmup_rate=0.1",
-    "Optimizer.lr.max_lr=2.0e-2",
+    "Optimizer.lr.max_lr=1.0e-2",
 )
 FP32 = ("Engine.mix_precision.use_pure_fp16=False",)
 FP16 = ("Engine.mix_precision.scale_loss=1024",)
@@ -108,7 +108,7 @@ def assert_learns(run: Path) -> None:
     told = losses(run)
     assert len(told) == STEPS
     # The fixture's tokens are nearly random: there is little to learn but which ones occur.
-    assert sum(told[-5:]) / 5 < told[0] - 0.2, told
+    assert sum(told[-5:]) / 5 < told[0] - 0.15, told
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,6 @@ def test_trains_on_this_machine_as_one_process_does(named: Named, tmp_path: Path
     assert_learns(run)
     one = train(named, 1, tmp_path, "one", *FP32, *ONE_PROCESS)
     assert "layout: dp1 x pp1 x sharding1 x mp1" in notices(one)
-    print("deviation", named.layout, relative(losses(run), losses(one)), losses(one))
     assert relative(losses(run), losses(one)) < 1e-5
 
 
