@@ -16,6 +16,7 @@ from fourfold.cli import (
     data,
     generation,
     layout,
+    planning,
     quickstart,
     training,
 )
@@ -31,6 +32,8 @@ app = typer.Typer(
 app.command("train")(training.train)
 app.command("generate")(generation.generate)
 app.command("layout")(layout.layout)
+app.command("plan")(planning.plan)
+app.command("doctor")(planning.doctor)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoints.app, name="checkpoint")

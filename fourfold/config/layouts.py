@@ -6,12 +6,14 @@ Each message gives the values, the constraint they break and what to choose inst
 from __future__ import annotations
 
 from fourfold.config.entry import Findings
+from fourfold.config.legal import (
+    falls_into_rounds,
+    fewest_micro_batches,
+    keeps_its_shards,
+    stages_fit,
+    stages_per_rank,
+)
 from fourfold.config.tree import Config
-
-_TWO_STAGE_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-_ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
-# These split the backward pass in two, and need whole weights and gradients in between.
-_SPLIT_SCHEDULES = ("InterleavedZeroBubble", *_TWO_STAGE_SCHEDULES)
 
 
 def check_layout(config: Config, findings: Findings) -> None:
@@ -76,7 +78,7 @@ def _check_pipeline(config: Config, findings: Findings) -> None:
         return
     stages = pp * per_rank
     said = f"Distributed.pp_degree={pp} * virtual_pp_degree={per_rank}"
-    if stages > layers:
+    if not stages_fit(layers, pp, per_rank):
         findings.problem(
             f"{said} = {stages} stages are more than Model.num_layers={layers}; "
             f"choose at most {layers} stages",
@@ -110,8 +112,8 @@ def _check_given_layers(given: list[int], stages: int, layers: int, findings: Fi
 def _check_schedule(config: Config, findings: Findings) -> None:
     layout, micro_batches = config.Distributed, config.Engine.accumulate_steps
     pp, per_rank, schedule = layout.pp_degree, layout.virtual_pp_degree, layout.pp_schedule
-    wanted = 2 if schedule in _TWO_STAGE_SCHEDULES else 1
-    if schedule in _TWO_STAGE_SCHEDULES + _ONE_STAGE_SCHEDULES and per_rank != wanted:
+    wanted = stages_per_rank(schedule)
+    if wanted is not None and per_rank != wanted:
         findings.problem(
             f"Distributed.virtual_pp_degree={per_rank} does not go with pp_schedule={schedule}, "
             f"which holds {wanted} stage{'s' * (wanted > 1)} per rank; set it to {wanted}",
@@ -127,15 +129,14 @@ def _check_schedule(config: Config, findings: Findings) -> None:
         "Distributed.virtual_pp_degree",
     )
     said = f"local_batch_size / micro_batch_size = {micro_batches} micro-batches"
-    fewest = {"1F1B": pp, "DualPipeV": 2 * pp}.get(schedule, 1)
+    fewest = fewest_micro_batches(schedule, pp)
     if micro_batches < fewest:
         findings.problem(
             f"{said} are too few for pp_schedule={schedule} with pp_degree={pp}, which needs "
             f"{fewest}; lower micro_batch_size or raise local_batch_size",
             *names,
         )
-    rounds = max(1, micro_batches // pp)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
+    if not falls_into_rounds(schedule, pp, micro_batches):
         findings.problem(
             f"{said} do not fall into equal rounds over pp_degree={pp} for pp_schedule={schedule}; "
             f"choose a multiple of {pp}",
@@ -163,7 +164,7 @@ def _check_sharding(config: Config, findings: Findings) -> None:
 def _check_split_schedule(config: Config, findings: Findings) -> None:
     layout = config.Distributed
     stage, schedule = layout.sharding.sharding_stage, layout.pp_schedule
-    if layout.pp_degree > 1 and schedule in _SPLIT_SCHEDULES and stage > 1:
+    if layout.pp_degree > 1 and not keeps_its_shards(schedule, stage):
         findings.problem(
             f"Distributed.sharding.sharding_stage={stage} cannot hold with pp_schedule={schedule}, "
             "which splits the backward pass and keeps weights and gradients whole until its end; "

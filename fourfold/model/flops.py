@@ -8,7 +8,7 @@ what recomputation repeats, *hardware* FLOPs include it. Attention counts all T 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from fourfold.model.gpt import ModelShape
 
@@ -25,6 +25,42 @@ def count_parameters(shape: ModelShape) -> int:
     return shape.num_layers * (attention + mlp + norms) + embeddings + 2 * h
 
 
+class ForwardFlops(NamedTuple):
+    """Forward FLOPs of one token: in one layer, and in the head."""
+
+    core: Any  # softmax(q kᵀ) v
+    projections: Any  # qkv and out
+    mlp: Any
+    head: Any
+
+    @property
+    def layer(self) -> Any:
+        return self.core + self.projections + self.mlp
+
+
+def forward_flops(
+    hidden: Any,
+    ffn: Any,
+    vocab: Any,
+    seq_len: Any,
+    *,
+    kv_share: Any = 1.0,
+    mlp_matrices: Any = 2,
+    causal: bool = False,
+) -> ForwardFlops:
+    """The parts; sizes are numbers or arrays of them.
+
+    `kv_share` is the width of keys over that of queries (grouped-query attention), and
+    `mlp_matrices` is 3 for gated feed-forward blocks: other people's models are planned too.
+    """
+    return ForwardFlops(
+        core=4 * seq_len * hidden * (0.5 if causal else 1.0),
+        projections=4 * hidden**2 * (1 + kv_share),
+        mlp=2 * mlp_matrices * hidden * ffn,
+        head=2 * vocab * hidden,
+    )
+
+
 def flops_per_token(
     shape: ModelShape,
     seq_len: int,
@@ -36,10 +72,14 @@ def flops_per_token(
 
     `recompute` given counts hardware FLOPs: the forward parts that run a second time.
     """
-    core = 4 * seq_len * shape.hidden_size * (0.5 if causal else 1.0)
-    projections = 8 * shape.hidden_size**2
-    mlp = 4 * shape.hidden_size * shape.ffn_hidden_size
-    layer = core + projections + mlp
-    head = 2 * shape.vocab_size * shape.hidden_size
-    repeated = {None: 0.0, "core_attn": core, "full_attn": core + projections, "full": layer}
-    return 3 * (shape.num_layers * layer + head) + shape.num_layers * repeated[recompute]
+    parts = forward_flops(
+        shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size, seq_len, causal=causal
+    )
+    repeated = {
+        None: 0.0,
+        "core_attn": parts.core,
+        "full_attn": parts.core + parts.projections,
+        "full": parts.layer,
+    }
+    layers = shape.num_layers
+    return 3 * (layers * parts.layer + parts.head) + layers * repeated[recompute]

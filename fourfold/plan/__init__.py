@@ -1,0 +1,17 @@
+"""Planning: what a layout needs and how long its steps take, before anything runs."""
+
+from fourfold.plan.cluster import Cluster, parse_cluster
+from fourfold.plan.memory import memory_of
+from fourfold.plan.planner import Candidate, Plan, candidate_of, plan
+from fourfold.plan.steptime import step_time_of
+
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "Plan",
+    "candidate_of",
+    "memory_of",
+    "parse_cluster",
+    "plan",
+    "step_time_of",
+]

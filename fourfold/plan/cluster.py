@@ -1,0 +1,237 @@
+"""Clusters: presets, the notation `16x8xA100-80G`, and `cluster.yaml`.
+
+Rates of matrix products are the makers' dense figures (metrics/peak.py); `sustained` is the share
+of them that large products reach. Link bandwidths are what collectives were measured to reach, not
+what the cable could carry. Every number can be replaced in a `cluster.yaml`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fourfold.config.nearest import did_you_mean, nearest
+from fourfold.errors import UserError
+from fourfold.plan.machine import Machine
+
+Positive = Annotated[float, Gt(0), Le(1e18)]
+NotNegative = Annotated[float, Ge(0), Le(1e18)]
+Share = Annotated[float, Gt(0), Le(1)]
+Count = Annotated[int, Ge(1), Le(2**20)]
+
+LARGEST_FILE = 1 << 20
+MOST_DEVICES = 2**20
+GIB = 2.0**30
+UNCHECKED_BAND = 0.35  # of a device no published run was available for
+
+
+class Device(BaseModel):
+    """One accelerator (or processor) and its links."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    name: str = Field(description="What to call it.")
+    memory_gib: Positive = Field(description="Memory of one device.")
+    peak_tflops: Positive = Field(description="Dense products in 16-bit numbers.")
+    peak_tflops_fp32: Positive = Field(description="Products in fp32.")
+    sustained: Share = Field(description="Share of the peak that large products reach.")
+    sustained_fp32: Share = Field(default=0.9, description="The same in fp32.")
+    units: Count = Field(description="Multiprocessors.")
+    memory_gbps: Positive = Field(description="Memory bandwidth, GB/s.")
+    intra_gbps: Positive = Field(description="Bus bandwidth of collectives in a node, GB/s.")
+    inter_gbps: Positive = Field(description="Network share of one device, GB/s.")
+    launch_us: NotNegative = Field(default=20.0, description="Host time to issue one kernel.")
+    intra_latency_us: NotNegative = Field(default=6.0, description="Per hop inside a node.")
+    inter_latency_us: NotNegative = Field(default=8.0, description="Per hop between nodes.")
+    band: Share = Field(
+        default=UNCHECKED_BAND, description="How far off predicted step times may be."
+    )
+    has_bf16: bool = Field(default=True, description="False: 16-bit products are fp16 only.")
+    is_cpu: bool = Field(default=False, description="A processor: gloo, no flash with dropout.")
+
+
+def _device(
+    name: str,
+    memory_gib: float,
+    peak: float,
+    fp32: float,
+    sustained: float,
+    units: int,
+    memory_gbps: float,
+    intra_gbps: float,
+    inter_gbps: float,
+    band: float = UNCHECKED_BAND,
+    has_bf16: bool = True,
+) -> Device:
+    return Device(
+        band=band,
+        name=name,
+        memory_gib=memory_gib,
+        peak_tflops=peak,
+        peak_tflops_fp32=fp32,
+        sustained=sustained,
+        units=units,
+        memory_gbps=memory_gbps,
+        intra_gbps=intra_gbps,
+        inter_gbps=inter_gbps,
+        has_bf16=has_bf16,
+    )
+
+
+PRESETS: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _device("V100-16G", 16, 125, 15.7, 0.75, 80, 900, 135, 3.1, 0.3, False),
+        _device("V100-32G", 32, 125, 15.7, 0.75, 80, 900, 135, 3.1, 0.3, False),
+        _device("A100-40G", 40, 312, 156, 0.867, 108, 1555, 229, 25, 0.17),
+        _device("A100-80G", 80, 312, 156, 0.867, 108, 2039, 229, 25, 0.17),
+        _device("H100-80G", 80, 989, 494, 0.611, 132, 3350, 370, 50, 0.17),
+        _device("H200", 141, 989, 494, 0.611, 132, 4800, 370, 50),
+        _device("B200", 180, 2250, 1125, 0.611, 148, 7700, 650, 50),
+        _device("MI300X", 192, 1307, 654, 0.5, 304, 5300, 310, 50),
+    )
+}
+
+
+class Cluster(BaseModel):
+    """`nodes` x `devices_per_node` of one device."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    nodes: Count = 1
+    devices_per_node: Count = 8
+    disk_gbps: Positive = 2.0
+    device_mtbf_hours: Positive = 50000.0
+    restart_minutes: NotNegative = 10.0
+    device: Device
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Cluster:
+        if self.world > MOST_DEVICES:
+            raise ValueError(f"{self.world} devices are more than {MOST_DEVICES}")
+        return self
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.device.memory_gib * GIB
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
+
+    def with_world(self, world: int) -> Cluster:
+        """The same devices, more or fewer of them, in nodes of the same size where possible."""
+        per_node = min(self.devices_per_node, world)
+        return self.model_copy(
+            update={"nodes": -(-world // per_node), "devices_per_node": per_node}
+        )
+
+    def machine(self, precision: Literal["float32", "bfloat16", "float16"]) -> Machine:
+        device = self.device
+        low = precision == "float16" or (precision == "bfloat16" and device.has_bf16)
+        return Machine(
+            peak=1e12 * (device.peak_tflops if low else device.peak_tflops_fp32),
+            sustained=device.sustained if low else device.sustained_fp32,
+            units=device.units,
+            memory_bandwidth=1e9 * device.memory_gbps,
+            memory_bytes=self.usable_bytes,
+            node=self.devices_per_node,
+            intra_bandwidth=1e9 * device.intra_gbps,
+            inter_bandwidth=1e9 * device.inter_gbps,
+            launch=1e-6 * device.launch_us,
+            intra_latency=1e-6 * device.intra_latency_us,
+            inter_latency=1e-6 * device.inter_latency_us,
+        )
+
+
+_NOTATION = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?([A-Za-z][A-Za-z0-9.+_-]*)", re.ASCII)
+_SPELLINGS = {"A100": "A100-80G", "V100": "V100-32G", "H100": "H100-80G", "A800": "A100-80G"}
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`16x8xA100-80G` (nodes x devices x device), `8xH100`, `V100-32G`, or a cluster.yaml."""
+    if text.endswith((".yaml", ".yml")):
+        return load_cluster(Path(text))
+    match = _NOTATION.fullmatch(text.strip())
+    if match is None:
+        raise UserError(
+            f"--cluster {text!r} is not NODESxDEVICESxDEVICE such as 16x8xA100-80G, nor the path "
+            "of a cluster.yaml; `fourfold doctor` writes one for this machine"
+        )
+    first, second, name = match.groups()
+    nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
+    if not 1 <= nodes * per_node <= MOST_DEVICES:
+        raise UserError(
+            f"--cluster {text!r}: {nodes * per_node} devices are not between 1 and {MOST_DEVICES}"
+        )
+    if name.upper() == "CPU":
+        from fourfold.plan.doctor import this_cpu
+
+        return Cluster(nodes=nodes, devices_per_node=per_node, device=this_cpu(per_node))
+    if second is None and per_node > 8 and per_node % 8 == 0:
+        nodes, per_node = per_node // 8, 8
+    return Cluster(nodes=nodes, devices_per_node=per_node, device=find_device(name))
+
+
+def find_device(name: str) -> Device:
+    plain = name.upper().replace("GB", "G").replace("-SXM", "")
+    plain = _SPELLINGS.get(plain, plain)
+    if plain not in PRESETS:
+        meant = nearest(plain, list(PRESETS))
+        raise UserError(
+            f"device {name!r} is unknown{did_you_mean(meant)}; known are {', '.join(PRESETS)} and "
+            "CPU (this one); any other can be described in a cluster.yaml"
+        )
+    return PRESETS[plain]
+
+
+def load_cluster(path: Path) -> Cluster:
+    """A cluster file; `device` may be a preset's name, or a preset with some numbers replaced."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    if len(raw) > LARGEST_FILE:
+        raise UserError(f"{path} is larger than any cluster description; check the path")
+    try:
+        values = yaml.safe_load(raw.decode("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold the keys nodes, devices_per_node and device")
+    device = values.get("device")
+    if isinstance(device, str):
+        values["device"] = find_device(device).model_dump()
+    elif isinstance(device, dict) and isinstance(device.get("preset"), str):
+        changed = {key: value for key, value in device.items() if key != "preset"}
+        values["device"] = find_device(device["preset"]).model_dump() | changed
+    try:
+        return Cluster.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: {where}: {first['msg']}") from error
+
+
+def save_cluster(cluster: Cluster, path: Path, heading: str) -> None:
+    """Write `cluster` with a comment for each number."""
+    lines = [f"# {line}" for line in heading.splitlines()]
+    for name in ("nodes", "devices_per_node", "disk_gbps", "device_mtbf_hours", "restart_minutes"):
+        lines.append(f"{name}: {_shown(getattr(cluster, name))}")
+    lines.append("device:")
+    for name, field in Device.model_fields.items():
+        lines.append(f"  {name}: {_shown(getattr(cluster.device, name))}  # {field.description}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _shown(value: object) -> object:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

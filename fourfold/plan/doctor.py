@@ -1,0 +1,180 @@
+"""`fourfold doctor`: what this machine can do, measured, as a cluster description."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster, Device, find_device
+from fourfold.plan.coefficients import load_coefficients
+from fourfold.plan.layertime import TILE, layer_time
+from fourfold.plan.machine import Machine
+from fourfold.plan.measuring import (
+    LAYER,
+    LAYER_BATCH,
+    LAYER_SEQ,
+    Measured,
+    Rates,
+    disk_rate,
+    measure,
+    measure_together,
+)
+from fourfold.plan.workload import Network, Software, Spread
+
+
+@dataclass(frozen=True)
+class Findings:
+    cluster: Cluster
+    lines: list[str]
+
+
+def examine(processes: int, seconds: float, directory: Path) -> Findings:
+    """Measure with `processes` at once; `seconds` is how long each measurement may take."""
+    disk = disk_rate(directory)
+    found = measure_together(processes, seconds)
+    device = _device(found, processes)
+    cluster = Cluster(nodes=1, devices_per_node=processes, disk_gbps=disk / 1e9, device=device)
+    return Findings(cluster, list(_lines(cluster, found, processes)))
+
+
+def this_cpu(processes: int) -> Device:
+    """A quick look at this processor for `--cluster NxCPU`: no processes, no disk."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    try:
+        return _device(measure(torch.device("cpu"), 0.05), processes)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _device(found: Measured, processes: int) -> Device:
+    units, rate = _fit_units(found.rates)
+    _, low_rate = _fit_units(found.low_rates)
+    latency, bandwidth = _fit_link(found.messages, processes)
+    device = _describe(processes).model_copy(
+        update={
+            "peak_tflops_fp32": rate / 1e12,
+            "peak_tflops": low_rate / 1e12,
+            "units": max(1, round(units)),
+            "memory_gbps": found.memory_bandwidth / 1e9,
+            "launch_us": 1e6 * found.launch,
+            "intra_gbps": bandwidth / 1e9,
+            "inter_gbps": bandwidth / 1e9,
+            "intra_latency_us": 1e6 * latency,
+            "inter_latency_us": 1e6 * latency,
+        }
+    )
+    if not device.is_cpu:
+        return device
+    machine = Cluster(device=device, devices_per_node=processes).machine("float32")
+    effective = _effective_bandwidth(machine, found)
+    return device.model_copy(update={"memory_gbps": effective / 1e9})
+
+
+def _effective_bandwidth(machine: Machine, found: Measured) -> float:
+    """The memory bandwidth that explains the time of a whole layer. A processor's caches make its
+    element-wise work faster than its memory, and its functions cost arithmetic: copying alone
+    would not tell."""
+    network = Network(
+        1, LAYER.hidden_size, LAYER.num_attention_heads, LAYER.ffn_hidden_size, LAYER.vocab_size,
+        LAYER_SEQ, LAYER_SEQ, hidden_dropout=False, attention_dropout=False,
+    )  # fmt: skip
+    software = Software(compute_bytes=4)
+    spread, c = Spread(micro_batch=LAYER_BATCH), load_coefficients()
+    tried = np.geomspace(found.memory_bandwidth / 30, found.memory_bandwidth * 30, 400)
+    columns = replace(machine, memory_bandwidth=tried)
+    predicted = layer_time(network, spread, software, columns, c).all.device
+    return float(tried[np.abs(np.log(predicted / found.layer_seconds)).argmin()])
+
+
+def _describe(processes: int) -> Device:
+    """What needs no measuring: names, memory, and the links of a machine without several GPUs."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return _plain_device(name.replace(" ", "-"), memory / GIB, is_cpu=False)
+    return _plain_device("CPU", _host_bytes() / processes / GIB, is_cpu=True)
+
+
+def _plain_device(name: str, memory_gib: float, *, is_cpu: bool) -> Device:
+    like = find_device("A100-80G")
+    return like.model_copy(
+        update={
+            "name": name,
+            "memory_gib": memory_gib,
+            "sustained": 1.0,
+            "sustained_fp32": 1.0,
+            "intra_gbps": 2.0 if is_cpu else like.intra_gbps,
+            "inter_gbps": 1.0 if is_cpu else like.inter_gbps,
+            "intra_latency_us": 50.0 if is_cpu else like.intra_latency_us,
+            "inter_latency_us": 100.0 if is_cpu else like.inter_latency_us,
+            "band": UNCHECKED_BAND,
+            "is_cpu": is_cpu,
+        }
+    )
+
+
+def _host_bytes() -> int:
+    """Memory of this machine, or of the container that holds us."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        limit = "max"
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _fit_units(rates: Rates) -> tuple[float, float]:
+    """The waste of small products and the rate of large ones that fit the measured rates best."""
+    c = load_coefficients()
+    sizes = np.array([m * n for m, n, _ in rates], dtype=float)
+    inner = np.array([1 + c.inner / k for _, _, k in rates])
+    measured = np.array(list(rates.values()))
+    best = (np.inf, 1.0, float(measured.max()))
+    for units in np.geomspace(1, 300, 60):
+        whole = measured * inner * (1 + c.wave * units * TILE / sizes)
+        rate = float(np.exp(np.log(whole).mean()))
+        error = float(np.abs(np.log(whole / rate)).sum())
+        best = min(best, (error, float(units), rate))
+    return best[1], best[2]
+
+
+def _fit_link(messages: dict[int, float], processes: int) -> tuple[float, float]:
+    """Latency per hop and bandwidth of seconds = 2 (n - 1) (latency + bytes / n / bandwidth)."""
+    if not messages:
+        device = _describe(processes)
+        return device.intra_latency_us * 1e-6, device.intra_gbps * 1e9
+    hops = 2 * (processes - 1)
+    latency = min(messages.values()) / hops
+    largest = max(messages)
+    moving = max(messages[largest] - hops * latency, 1e-6)
+    return latency, hops * largest / processes / moving
+
+
+def _lines(cluster: Cluster, found: Measured, processes: int) -> Iterator[str]:
+    device = cluster.device
+    yield f"{processes} process(es) on {device.name}, {device.memory_gib:.1f} GiB each"
+    for name, rates in (("fp32", found.rates), ("bf16", found.low_rates)):
+        listed = ", ".join(f"{m}x{n}x{k} {rate / 1e9:.0f}" for (m, n, k), rate in rates.items())
+        yield f"products in {name}, GFLOP/s: {listed}"
+    yield (
+        f"one layer, hidden {LAYER.hidden_size}, {LAYER_BATCH * LAYER_SEQ} tokens: "
+        f"{1e3 * found.layer_seconds:.1f} ms forward and backward"
+    )
+    yield (
+        f"memory {found.memory_bandwidth / 1e9:.1f} GB/s copying, {device.memory_gbps:.1f} GB/s "
+        f"in a layer; {device.launch_us:.1f} us per operation"
+    )
+    yield f"disk {cluster.disk_gbps:.2f} GB/s"
+    if found.messages:
+        listed = ", ".join(
+            f"{size >> 10} KiB {1e3 * took:.2f} ms" for size, took in found.messages.items()
+        )
+        yield f"all-reduce over {processes}: {listed}"
+    else:
+        yield "collectives not measured: give --nproc 2 or more; typical figures are written"

@@ -1,0 +1,193 @@
+"""Seconds one device spends on one layer, and on the head, for one micro-batch.
+
+A matrix product takes its FLOPs over the sustained rate, times what is lost on a last, partly
+filled wave of tiles, times what a short inner dimension loses, but never less than moving its
+operands. Element-wise kernels and unfused attention take their bytes over the memory bandwidth.
+Host and device run side by side: the slower of the two sets the pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.model.flops import forward_flops
+from fourfold.plan.coefficients import Coefficients
+from fourfold.plan.machine import Group, Machine, all_reduce_seconds, gather_seconds
+from fourfold.plan.terms import Numbers
+from fourfold.plan.workload import Network, Software, Spread
+
+TILE = 128 * 256  # results a multiprocessor works on at a time
+# Bytes per score of the attention table that is written and read again, in 2-byte numbers:
+# product 2, softmax 4, dropout 5, product 2; and their counterparts in the backward pass.
+SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 13.0, 19.0
+# Numbers moved per token and hidden unit. Whole: two norms (in, out), two additions with dropout
+# (two in, one out, a mask). Divided by mp: heads apart and together. The activation: in and out.
+MOVED_WHOLE, MOVED_HEADS, MOVED_ACTIVATION = 11.0, 8.0, 2.0
+BACKWARD_MOVES = 2.0  # over the forward pass
+BACKWARD_KERNELS = 2.0
+FUSED_KERNELS = 0.5  # of the kernels are left when a compiler joins the element-wise ones
+LOGIT_MOVES = 28.0  # bytes per logit: cast, softmax, loss, gradient, cast back
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one layer, one micro-batch, by what they are spent on."""
+
+    products: Numbers
+    attention: Numbers
+    elementwise: Numbers
+    tensor_parallel: Numbers
+    host: Numbers  # what the host needs to issue it all, side by side with the rest
+
+    @property
+    def device(self) -> Numbers:
+        return self.products + self.attention + self.elementwise + self.tensor_parallel
+
+    def plus(self, other: PassTime, share: Numbers = 1.0) -> PassTime:
+        return PassTime(
+            self.products + share * other.products,
+            self.attention + share * other.attention,
+            self.elementwise + share * other.elementwise,
+            self.tensor_parallel + share * other.tensor_parallel,
+            self.host + share * other.host,
+        )
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    forward: PassTime
+    repeated: PassTime  # what recomputation runs a second time
+    backward: PassTime
+
+    @property
+    def all(self) -> PassTime:
+        return self.forward.plus(self.repeated).plus(self.backward)
+
+
+def product_seconds(
+    m: Numbers, n: Numbers, k: Numbers, machine: Machine, c: Coefficients, bytes_each: Numbers
+) -> Numbers:
+    """(m, k) times (k, n)."""
+    waste = 1 + c.wave * machine.units * TILE / (m * n)
+    rate = machine.peak * machine.sustained / (waste * (1 + c.inner / k))
+    moved = bytes_each * (m * k + k * n + m * n)
+    return np.maximum(2.0 * m * n * k / rate, moved / machine.memory_bandwidth)
+
+
+def layer_time(
+    network: Network, spread: Spread, software: Software, machine: Machine, c: Coefficients
+) -> LayerTime:
+    forward, backward = _passes(network, spread, software, machine, c)
+    # Of a layer's forward pass: the core alone, and the attention block with its projections,
+    # which are a third of the products (4 of 12 h^2), one of two all-reduces, half the kernels.
+    core = PassTime(0.0, forward.attention, 0.0, 0.0, 0.2 * forward.host)
+    block = PassTime(
+        forward.products / 3,
+        forward.attention,
+        forward.elementwise / 3,
+        forward.tensor_parallel / 2,
+        forward.host / 2,
+    )
+    mode = np.asarray(spread.recompute)
+    repeated = forward.plus(forward, -1.0)
+    for name, part in (("full", forward), ("full_attn", block), ("core_attn", core)):
+        repeated = repeated.plus(part, np.where(mode == name, 1.0, 0.0))
+    return LayerTime(forward, repeated, backward)
+
+
+def _passes(
+    network: Network, spread: Spread, software: Software, machine: Machine, c: Coefficients
+) -> tuple[PassTime, PassTime]:
+    t = spread.mp
+    tokens = spread.micro_batch * network.seq / spread.context
+    products = _products(network, tokens, t, machine, c, software.compute_bytes)
+    attention = _attention(network, spread, software, machine, c)
+    unit = software.compute_bytes * tokens * network.hidden
+    whole = MOVED_WHOLE / np.where(spread.sequence_parallel, t, 1)
+    inner = np.where(network.gated, 3.0, MOVED_ACTIVATION) * network.ffn / network.hidden
+    slack = np.where(software.fused, 1.0, c.traffic)
+    moved = unit * (whole + (MOVED_HEADS + inner) / t) * slack / machine.memory_bandwidth
+    group = Group.of(t, 1, machine)
+    reduce = 2 * all_reduce_seconds(unit, group, machine)
+    # With sequence parallelism the backward pass gathers the two inputs a second time.
+    again = np.where(spread.sequence_parallel, 2 * gather_seconds(unit, group, machine), 0.0)
+    # A collective starts when the last of its hosts arrives: the more, the later.
+    issued = c.kernels + c.collective_kernels * (t - 1)
+    host = machine.launch * np.where(software.fused, FUSED_KERNELS, 1.0) * issued
+    return (
+        PassTime(products[0], attention[0], moved, reduce, host),
+        PassTime(
+            products[1],
+            attention[1],
+            BACKWARD_MOVES * moved,
+            reduce + again,
+            BACKWARD_KERNELS * host,
+        ),
+    )
+
+
+def weight_shapes(network: Network, t: Numbers) -> dict[str, tuple[Numbers, Numbers]]:
+    """(out, in) of the weights of one layer that one rank multiplies with."""
+    h, wide = network.hidden, network.ffn * np.where(network.gated, 2, 1)
+    return {
+        "qkv": (h * (1 + 2 * network.kv_share) / t, h),
+        "out": (h, h / t),
+        "up": (wide / t, h),
+        "down": (h, network.ffn / t),
+    }
+
+
+def linear_seconds(
+    tokens: Numbers, n: Numbers, k: Numbers, machine: Machine, c: Coefficients, size: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Forward, and backward: the gradients of the input and of the (n, k) weight."""
+    forward = product_seconds(tokens, n, k, machine, c, size)
+    inputs = product_seconds(tokens, k, n, machine, c, size)
+    return forward, inputs + product_seconds(n, k, tokens, machine, c, size)
+
+
+def _products(
+    network: Network, tokens: Numbers, t: Numbers, machine: Machine, c: Coefficients, size: Numbers
+) -> tuple[Numbers, Numbers]:
+    each = [
+        linear_seconds(tokens, n, k, machine, c, size)
+        for n, k in weight_shapes(network, t).values()
+    ]
+    return sum(forward for forward, _ in each), sum(backward for _, backward in each)
+
+
+def _attention(
+    network: Network, spread: Spread, software: Software, machine: Machine, c: Coefficients
+) -> tuple[Numbers, Numbers]:
+    """Unfused: two batched products over all pairs, and the traffic of the table. Flash: half of
+    the pairs, no traffic, a rate of its own; its backward pass makes the scores again."""
+    s = network.seq
+    sequences = spread.micro_batch / spread.mp / spread.context
+    flops = forward_flops(network.hidden, 0, 0, s).core * s * sequences
+    rate = machine.peak * machine.sustained
+    head_size = network.hidden / network.heads
+    table = sequences * network.heads * s * s * c.scores / machine.memory_bandwidth
+    unfused = flops / rate * (1 + c.inner / head_size)
+    flash = 0.5 * flops / rate
+    scale = software.compute_bytes / 2
+    forward = np.where(
+        software.flash, flash / c.flash_forward, unfused + SCORE_BYTES_FORWARD * scale * table
+    )
+    backward = np.where(
+        software.flash,
+        2.5 * flash / c.flash_backward,
+        2 * unfused + SCORE_BYTES_BACKWARD * scale * table,
+    )
+    return forward, backward
+
+
+def head_seconds(
+    network: Network, spread: Spread, software: Software, machine: Machine, c: Coefficients
+) -> Numbers:
+    """Head and loss, forward and backward, for one micro-batch."""
+    tokens = spread.micro_batch * network.seq / spread.context
+    rows, size = network.vocab / spread.mp, software.compute_bytes
+    forward, backward = linear_seconds(tokens, rows, network.hidden, machine, c, size)
+    return forward + backward + LOGIT_MOVES * tokens * rows / machine.memory_bandwidth

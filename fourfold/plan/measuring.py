@@ -1,0 +1,217 @@
+"""Timing this machine: products, a layer, memory, operations, the disk, messages between processes.
+
+Every figure is the lower quartile of repeated timings: what the machine does when nothing else
+disturbs it. Processes measure together, each with its share of the cores, because that is how
+they will train.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.errors import UserError
+from fourfold.model.gpt import Block, ModelShape
+
+# (m, n, k): tokens by width, as forward, backward and weight-gradient products have them.
+SHAPES = (
+    (256, 256, 256),
+    (512, 1536, 512),
+    (1024, 1024, 1024),
+    (2048, 3072, 768),
+    (4096, 2048, 2048),
+)
+COPY_BYTES = 1 << 28
+DISK_BYTES = 1 << 27
+MESSAGE_BYTES = tuple(1 << power for power in (12, 16, 20, 22, 24))
+TIMEOUT_SECONDS = 300.0
+LAYER = ModelShape(1024, 384, 1, 6, 1536, 256)  # the layer that is timed
+LAYER_BATCH, LAYER_SEQ = 4, 256
+
+Rates = dict[tuple[int, int, int], float]  # FLOP/s by (m, n, k)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process found."""
+
+    rates: Rates  # in fp32
+    low_rates: Rates  # in bf16
+    layer_seconds: float  # forward and backward of LAYER in fp32
+    memory_bandwidth: float
+    launch: float
+    messages: dict[int, float]  # bytes -> seconds of an all-reduce
+
+
+def measure_together(processes: int, seconds: float) -> Measured:
+    """What the first of `processes` finds while all of them measure."""
+    if processes == 1:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return measure(device, seconds)
+    if torch.cuda.is_available() and torch.cuda.device_count() < processes:
+        raise UserError(
+            f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs; give at most "
+            "that many"
+        )
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        rendezvous = f"file://{directory}/rendezvous"
+        workers = [
+            context.Process(target=_work, args=(rank, processes, rendezvous, seconds, results))
+            for rank in range(processes)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            found: Measured = results.get(timeout=TIMEOUT_SECONDS)
+            return found
+        except Exception as error:
+            raise UserError(
+                f"--nproc {processes}: the processes did not answer ({type(error).__name__}); try "
+                "fewer, or --nproc 1 to leave collectives out"
+            ) from error
+        finally:
+            for worker in workers:
+                worker.join(timeout=10)
+                if worker.is_alive():
+                    worker.terminate()
+
+
+def _work(rank: int, processes: int, rendezvous: str, seconds: float, results: Any) -> None:
+    """One of several processes; rank 0 reports."""
+    on_gpu = torch.cuda.is_available()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=rendezvous, rank=rank, world_size=processes
+    )
+    dist.barrier()
+    found = measure(device, seconds)
+    dist.barrier()
+    messages = {size: _all_reduce_seconds(size, device, seconds) for size in MESSAGE_BYTES}
+    if rank == 0:
+        results.put(replace(found, messages=messages))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(device: torch.device, seconds: float) -> Measured:
+    return Measured(
+        rates=_product_rates(device, torch.float32, seconds),
+        low_rates=_product_rates(device, torch.bfloat16, seconds),
+        layer_seconds=_layer_seconds(device, seconds),
+        memory_bandwidth=_copy_rate(device, seconds),
+        launch=_launch_seconds(device, seconds),
+        messages={},
+    )
+
+
+def _product_rates(
+    device: torch.device, dtype: torch.dtype, seconds: float
+) -> dict[tuple[int, int, int], float]:
+    rates = {}
+    for m, n, k in SHAPES:
+        left = torch.randn(m, k, device=device).to(dtype)
+        right = torch.randn(k, n, device=device).to(dtype)
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        took = _typical(partial(torch.mm, left, right, out=out), device, seconds)
+        rates[m, n, k] = 2 * m * n * k / took
+        if took > seconds:  # larger ones would only take longer
+            break
+    return rates
+
+
+def _layer_seconds(device: torch.device, seconds: float) -> float:
+    layer = Block(LAYER).to(device)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    x = torch.randn(LAYER_BATCH, LAYER_SEQ, LAYER.hidden_size, device=device, requires_grad=True)
+
+    def run() -> None:
+        layer(x).sum().backward()
+
+    return _typical(run, device, seconds)
+
+
+def _copy_rate(device: torch.device, seconds: float) -> float:
+    source = torch.zeros(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / _typical(lambda: target.copy_(source), device, seconds)
+
+
+def _launch_seconds(device: torch.device, seconds: float) -> float:
+    """Of one small operation with its share of a backward pass: half of a pair."""
+    weight = torch.ones(8, device=device, requires_grad=True)
+
+    def run() -> None:
+        total = weight
+        for _ in range(50):
+            total = total * 1.0001
+        total.sum().backward()
+
+    return _typical(run, device, seconds) / 100
+
+
+def _all_reduce_seconds(size: int, device: torch.device, seconds: float) -> float:
+    """The number of repetitions is agreed on: every process must make the same calls."""
+    values = torch.zeros(size // 4, device=device)
+    dist.all_reduce(values)
+    start = time.perf_counter()
+    dist.all_reduce(values)
+    wanted = torch.tensor([seconds / max(time.perf_counter() - start, 1e-6)])
+    dist.all_reduce(wanted, op=dist.ReduceOp.MIN) if device.type == "cpu" else None
+    times = []
+    for _ in range(int(min(max(wanted.item(), 3), 50)) if device.type == "cpu" else 20):
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _typical(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """The lower quartile of the times: what the machine does when nothing else disturbs it."""
+    run()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(max(time.perf_counter() - start, 1e-9))
+    return sorted(times)[len(times) // 4]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def disk_rate(directory: Path) -> float:
+    """Bytes/s of a file written and brought to the disk."""
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            start = time.perf_counter()
+            for _ in range(DISK_BYTES >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return DISK_BYTES / (time.perf_counter() - start)
+    except OSError as error:
+        raise UserError(
+            f"--directory {directory}: cannot be written to ({error.strerror}); name the directory "
+            "checkpoints will go to"
+        ) from error

@@ -1,0 +1,218 @@
+"""Bytes on one rank of one pipeline stage, as named terms that add up.
+
+Activations follow Korthikanti et al. (2022), byte by byte: what each operation of a layer keeps
+for its backward pass, what tensor and sequence parallelism divide, how many micro-batches are in
+flight in each stage. `allocated` terms are what an allocator reports; the reserve on top is what
+the device shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.plan.terms import Breakdown, Numbers, Term
+from fourfold.plan.workload import Network, Software, Spread
+
+
+def layers_of_stage(network: Network, spread: Spread, stage: Numbers) -> Numbers:
+    """Layers of pipeline rank `stage`; where they do not divide evenly the first hold one more."""
+    even, over = network.layers // spread.pp, network.layers % spread.pp
+    return even + np.where(np.asarray(stage) < over, 1, 0)
+
+
+def stage_parameters(network: Network, spread: Spread, stage: Numbers) -> Numbers:
+    """Parameters on one rank of `stage` before sharding: exact, and whole for tables and layers."""
+    layers = layers_of_stage(network, spread, stage)
+    layer = network.divided_parameters / spread.mp + network.whole_parameters
+    first, last = np.asarray(stage) == 0, np.asarray(stage) == spread.pp - 1
+    word = network.vocab * network.hidden / spread.mp
+    separate = last & (~first | ~np.asarray(network.tied))
+    tables = np.where(first, word + network.positions * network.hidden, 0) + np.where(
+        separate, word, 0
+    )
+    return layers * layer + tables + np.where(last, network.last_norm, 0)
+
+
+def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:
+    """Micro-batches whose activations a stage holds at its fullest."""
+    p, v, m = spread.pp, spread.virtual, spread.micro_batches
+    schedule = np.asarray(spread.schedule)
+    one_f_one_b = p - stage
+    interleaved = (2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    held = np.where(np.asarray(v) > 1, interleaved, one_f_one_b)
+    held = np.where((schedule == "GPipe") | (schedule == "LoopedBFS"), m, held)
+    held = np.where((schedule == "ZBVZeroBubble") | (schedule == "DualPipeV"), p + 1, held)
+    return np.minimum(held, m)
+
+
+def activation_bytes(network: Network, spread: Spread, software: Software) -> dict[str, Numbers]:
+    """Bytes one layer keeps of one micro-batch, by recompute mode; "none" keeps all."""
+    t, unit = spread.mp, spread.micro_batch * network.seq * network.hidden / spread.context
+    c = software.compute_bytes
+    split = np.where(spread.sequence_parallel, t, 1)
+    mask = np.where(network.hidden_dropout, 1, 0)
+    kv = network.kv_share
+    wide = network.ffn / network.hidden * np.where(network.gated, 3, 2)
+    norms = 2 * software.norm_bytes / split
+    attention_in, mlp_in = (c + mask) / split, (c + mask) / split
+    heads = c * (2 + 2 * kv) / t  # query, keys, values, and what the output projection reads
+    table = np.where(network.attention_dropout, 2 * c + 1, c) / t
+    sequences = spread.micro_batch / spread.context
+    scores = np.where(
+        software.flash,
+        4 * network.heads * network.seq * sequences / t,
+        table * network.heads * network.seq * network.seq * sequences,
+    )
+    rest = unit * (norms + attention_in + heads + mlp_in + c * wide / t)
+    return {
+        "none": rest + scores,
+        "core_attn": rest,
+        "full_attn": unit * (norms + attention_in + mlp_in + c * wide / t),
+        "full": unit * software.residual_bytes / split,
+    }
+
+
+def memory_of(
+    network: Network, spread: Spread, software: Software, stage: Numbers = 0
+) -> Breakdown:
+    """What one rank of pipeline stage `stage` (the first is 0) needs."""
+    parameters = stage_parameters(network, spread, stage)
+    shards, level = spread.sharding, np.asarray(spread.stage)
+    states = _states(parameters, shards, level, software)
+    activations = _activations(network, spread, software, stage)
+    logits = _logits(network, spread, software, stage)
+    buffers = _buffers(network, spread, software, stage, parameters)
+    terms = {**states, "activations": activations, "logits": logits, "buffers": buffers}
+    allocated = Breakdown(terms).total
+    reserve = software.reserve_bytes + software.reserve_share * allocated
+    terms["reserve"] = Term(
+        reserve,
+        "{fixed:.3g} GB of context and libraries + {share:.0%} of what is allocated",
+        {"fixed": software.reserve_bytes / 1e9, "share": software.reserve_share},
+    )
+    return Breakdown(terms)
+
+
+def _states(
+    parameters: Numbers, shards: Numbers, level: Numbers, software: Software
+) -> dict[str, Term]:
+    divided = np.asarray(shards) > 1
+    by = {
+        "weights": np.where(divided & (level == 3), shards, 1),
+        "gradients": np.where(divided & (level >= 2), shards, 1),
+        "optimizer": np.where(divided, shards, 1),
+    }
+    # Sharded, the fp32 weights are the optimizer's and the copy multiplied with is made of them.
+    whole = np.where(
+        divided,
+        np.where(level == 3, 0, np.minimum(software.weight_bytes, software.compute_bytes)),
+        software.weight_bytes,
+    )
+    master = np.where(divided, 4, software.master_bytes)
+    each = {
+        "weights": whole,
+        "gradients": software.gradient_bytes,
+        "optimizer": master + software.moment_bytes,
+    }
+    return {
+        name: Term(
+            each[name] * parameters / by[name],
+            "{each:g} bytes x {parameters:.4g} B parameters / {by:.0f}",
+            {"each": each[name], "parameters": parameters / 1e9, "by": by[name]},
+        )
+        for name in each
+    }
+
+
+def _activations(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
+    kept = activation_bytes(network, spread, software)
+    mode = np.asarray(spread.recompute)
+    per_layer: Numbers = kept["none"]
+    for name in ("core_attn", "full_attn", "full"):
+        per_layer = np.where(mode == name, kept[name], per_layer)
+    working = kept["none"] - per_layer  # one layer is made whole again at a time
+    layers = layers_of_stage(network, spread, stage)
+    flight = micro_batches_in_flight(spread, stage)
+    tokens = spread.micro_batch * network.seq / spread.context
+    split = np.where(spread.sequence_parallel, spread.mp, 1)
+    embedded = np.where(
+        np.asarray(stage) == 0, flight * tokens * network.hidden * network.hidden_dropout / split, 0
+    )
+    final = np.where(
+        np.asarray(stage) == spread.pp - 1,
+        tokens * network.hidden * (software.norm_bytes + software.compute_bytes) / split,
+        0,
+    )
+    return Term(
+        flight * layers * per_layer + working + embedded + final,
+        "{flight:.3g} in flight x {layers:.0f} layers x {each:.4g} MB ({mode}) + {working:.4g} MB "
+        "of the layer at work + {rest:.4g} MB of embedding and last norm",
+        {
+            "flight": flight,
+            "layers": layers,
+            "each": per_layer / 1e6,
+            "mode": np.where(mode == "none", "all kept", mode),
+            "working": working / 1e6,
+            "rest": (embedded + final) / 1e6,
+        },
+    )
+
+
+def _logits(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
+    tokens = spread.micro_batch * network.seq / spread.context
+    at_once = np.minimum(tokens, software.logit_tokens)
+    rows = network.vocab / spread.mp
+    last = np.asarray(stage) == spread.pp - 1
+    return Term(
+        np.where(last, software.logit_bytes * at_once * rows, 0.0),
+        "{bytes:g} bytes x {tokens:.0f} tokens x {rows:.0f} words (last stage only)",
+        {"bytes": software.logit_bytes, "tokens": at_once, "rows": rows},
+    )
+
+
+def _buffers(
+    network: Network, spread: Spread, software: Software, stage: Numbers, parameters: Numbers
+) -> Term:
+    """Casts, gathered layers and gradients on their way, messages between stages."""
+    layer = network.divided_parameters / spread.mp + network.whole_parameters
+    level, divided = np.asarray(spread.stage), np.asarray(spread.sharding) > 1
+    gathered = np.where(divided & (level == 3), 2 * software.compute_bytes * layer, 0.0)
+    scattered = np.where(divided & (level >= 2), 2 * software.gradient_bytes * layer, 0.0)
+    casts = np.where(divided, 0.0, software.cast_bytes * parameters)
+    head = np.where(
+        np.asarray(stage) == spread.pp - 1,
+        np.where(np.isfinite(software.logit_tokens), 4.0, 0.0)
+        * network.vocab * network.hidden / spread.mp,
+        0.0,
+    )  # fmt: skip
+    tokens = spread.micro_batch * network.seq / spread.context
+    messages = np.where(
+        np.asarray(spread.pp) > 1, 2 * software.compute_bytes * tokens * network.hidden, 0.0
+    )
+    return Term(
+        gathered + scattered + casts + head + messages,
+        "{gathered:.4g} MB of gathered weights + {scattered:.4g} MB of gradients on their way + "
+        "{casts:.4g} MB of casts + {head:.4g} MB of the head's gradient + {messages:.4g} MB of "
+        "pipeline messages",
+        {
+            "gathered": gathered / 1e6,
+            "scattered": scattered / 1e6,
+            "casts": casts / 1e6,
+            "head": head / 1e6,
+            "messages": messages / 1e6,
+        },
+    )
+
+
+def fullest_stage(
+    network: Network, spread: Spread, software: Software
+) -> tuple[Breakdown, Numbers]:
+    """The breakdown of the stage that needs most, and which it is: the first, where most is in
+    flight and the embedding lives, or the last, which has the head and the logits."""
+    pp = np.asarray(spread.pp)
+    first, last = np.zeros_like(pp), pp - 1
+    more = memory_of(network, spread, software, last).total > (
+        memory_of(network, spread, software, first).total
+    )
+    stage = np.where(more, last, first)
+    return memory_of(network, spread, software, stage), stage

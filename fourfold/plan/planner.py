@@ -1,0 +1,227 @@
+"""`plan`: from a configuration and a cluster to ranked layouts.
+
+A plan holds one candidate for each way of cutting the ranks (mp, pp, dp, sharding): the fastest of
+its variants that fits. Layouts that fit come first, by step time; then those that only just fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from fourfold.config import Config
+from fourfold.config.legal import divides_model, schedule_fits, stages_fit
+from fourfold.mesh import Layout
+from fourfold.plan.cluster import Cluster
+from fourfold.plan.coefficients import Coefficients, load_coefficients
+from fourfold.plan.memory import fullest_stage
+from fourfold.plan.search import TIGHT, Costs, Fixed, one_spread, search
+from fourfold.plan.steptime import step_time_of
+from fourfold.plan.subject import Subject, own_spread, subject_of
+from fourfold.plan.terms import Breakdown
+from fourfold.plan.workload import Spread
+
+Fit = Literal["fits", "tight", "no"]
+RANK: dict[Fit, int] = {"fits": 0, "tight": 1, "no": 2}
+COMMUNICATION = ("tensor parallel", "pipeline sends", "data parallel")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with everything that was computed about it."""
+
+    spread: Spread
+    memory: Breakdown  # of the pipeline stage that needs most
+    fullest_stage: int
+    time: Breakdown
+    capacity: float  # bytes of one device
+    band: float  # share by which the step time may be off
+    tokens_per_second: float  # of all ranks
+    mfu: float
+
+    @property
+    def seconds(self) -> float:
+        return float(self.time.total)
+
+    @property
+    def bytes_(self) -> float:
+        return float(self.memory.total)
+
+    @property
+    def fit(self) -> Fit:
+        return fit_of(self.bytes_, self.capacity)
+
+    @property
+    def tokens_per_device(self) -> float:
+        """TGS: tokens per second of one device."""
+        return self.tokens_per_second / int(self.spread.world)
+
+    @property
+    def bubble(self) -> float:
+        return float(self.time["bubble"]) / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step spent on communication that nothing hides."""
+        return sum(float(self.time[name]) for name in COMMUNICATION) / self.seconds
+
+    @property
+    def layout(self) -> str:
+        s = self.spread
+        return str(Layout(s.dp, s.pp, s.sharding, s.mp, s.stage)).replace(" x ", " ")
+
+    @property
+    def details(self) -> str:
+        """What is not a degree: micro-batches, schedule, recompute, sequence parallelism."""
+        s = self.spread
+        parts = [f"mbs {s.micro_batch} x {s.micro_batches}"]
+        if s.pp > 1:
+            parts.append(s.schedule + (f" v{s.virtual}" if s.virtual > 1 else ""))
+        parts.append("no recompute" if s.recompute == "none" else f"recompute {s.recompute}")
+        if s.sequence_parallel:
+            parts.append("sp")
+        return ", ".join(parts)
+
+    def overrides(self) -> list[str]:
+        """The `-o` assignments that make a configuration run this layout."""
+        s = self.spread
+        local = s.micro_batch * s.micro_batches
+        recompute = s.recompute != "none"
+        values = {
+            "Distributed.dp_degree": s.dp,
+            "Distributed.mp_degree": s.mp,
+            "Distributed.pp_degree": s.pp,
+            "Distributed.pp_schedule": s.schedule,
+            "Distributed.virtual_pp_degree": s.virtual,
+            "Distributed.sharding.sharding_degree": s.sharding,
+            "Distributed.sharding.sharding_stage": s.stage,
+            "Data.batch_size.global_batch_size": local * s.dp * s.sharding,
+            "Data.batch_size.local_batch_size": local,
+            "Data.batch_size.micro_batch_size": s.micro_batch,
+            "Engine.accumulate_steps": s.micro_batches,
+            "Model.use_recompute": recompute,
+            "Model.recompute_granularity": s.recompute if recompute else "null",
+            "Model.sequence_parallel": bool(s.sequence_parallel),
+        }
+        return [f"{name}={value}" for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Plan:
+    subject: Subject
+    cluster: Cluster
+    coefficients: Coefficients
+    candidates: list[Candidate]  # ranked; empty when nothing fits
+    own: Candidate | None  # the file's own layout on this cluster
+    own_problem: str | None  # why there is none
+    costs: Costs | None  # every layout that was looked at; None when none is legal
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates else None
+
+
+def plan(
+    config: Config,
+    cluster: Cluster,
+    *,
+    fixed: Fixed | None = None,
+    coefficients: Coefficients | None = None,
+) -> Plan:
+    """Rank the layouts of `config`'s model and global batch on `cluster`.
+
+    `fixed` names fields of `Spread` and the only value they may have.
+    """
+    coefficients = coefficients or load_coefficients()
+    subject = subject_of(config, on_cpu=cluster.device.is_cpu)
+    costs = search(subject, cluster, coefficients, fixed)
+    chosen = [] if costs is None else _best_of_each_cut(costs, cluster.usable_bytes)
+    candidates = [
+        candidate_of(subject, one_spread(costs.spread, index), cluster, coefficients)
+        for index in chosen
+        if costs is not None
+    ]
+    candidates.sort(key=lambda candidate: (RANK[candidate.fit], candidate.seconds))
+    own, problem = _own(subject, cluster)
+    return Plan(
+        subject,
+        cluster,
+        coefficients,
+        candidates,
+        None if own is None else candidate_of(subject, own, cluster, coefficients),
+        problem,
+        costs,
+    )
+
+
+def candidate_of(
+    subject: Subject, spread: Spread, cluster: Cluster, coefficients: Coefficients
+) -> Candidate:
+    machine = cluster.machine(subject.precision)
+    memory, stage = fullest_stage(subject.network, spread, subject.software)
+    time = step_time_of(subject.network, spread, subject.software, machine, coefficients)
+    seconds = float(time.total)
+    return Candidate(
+        spread=spread,
+        memory=memory,
+        fullest_stage=int(stage),
+        time=time,
+        capacity=cluster.usable_bytes,
+        band=cluster.device.band,
+        tokens_per_second=subject.tokens_per_step / seconds,
+        mfu=subject.model_flops / seconds / (float(machine.peak) * int(spread.world)),
+    )
+
+
+def fit_of(bytes_: float, capacity: float) -> Fit:
+    if bytes_ > capacity:
+        return "no"
+    return "tight" if bytes_ > TIGHT * capacity else "fits"
+
+
+def _best_of_each_cut(costs: Costs, capacity: float) -> list[int]:
+    """For each (mp, pp, dp, sharding): the fastest that fits, else the fastest that just fits."""
+    spread = costs.spread
+    usable = np.flatnonzero(costs.bytes_ <= capacity)
+    tight = costs.bytes_[usable] > TIGHT * capacity
+    keys = np.stack([np.asarray(getattr(spread, name))[usable] for name in CUT], axis=1)
+    order = np.lexsort((costs.seconds[usable], tight))
+    _, first = np.unique(keys[order], axis=0, return_index=True)
+    return [int(index) for index in usable[order[first]]]
+
+
+CUT = ("mp", "pp", "dp", "sharding")
+
+
+def _own(subject: Subject, cluster: Cluster) -> tuple[Spread | None, str | None]:
+    """The file's layout with the data degree this cluster gives, or why it cannot be."""
+    spread, network = own_spread(subject.config), subject.network
+    others = spread.mp * spread.pp * spread.sharding
+    if cluster.world % others:
+        return None, (
+            f"the file's mp{spread.mp} x pp{spread.pp} x sharding{spread.sharding} = {others} "
+            f"ranks do not divide the {cluster.world} of {cluster}"
+        )
+    dp = cluster.world // others
+    local, rest = divmod(subject.global_batch, dp * spread.sharding)
+    if rest or local % spread.micro_batch:
+        return None, (
+            f"the file's batch of {subject.global_batch} in micro-batches of {spread.micro_batch} "
+            f"does not divide over {dp * spread.sharding} data ranks"
+        )
+    spread = replace(spread, dp=dp, micro_batches=local // spread.micro_batch)
+    legal = divides_model(spread.mp, network.heads, network.ffn) and (
+        spread.pp == 1
+        or (
+            stages_fit(network.layers, spread.pp, spread.virtual)
+            and schedule_fits(spread.schedule, spread.pp, spread.virtual, spread.micro_batches)
+        )
+    )
+    if not legal:
+        return None, (
+            f"the file's layout has {spread.micro_batches} micro-batches on {cluster}, which its "
+            f"{spread.schedule} over pp{spread.pp} cannot run"
+        )
+    return spread, None

@@ -1,0 +1,191 @@
+"""A plan as text: the ranked table, what follows it, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fourfold.plan.advice import near_misses, sensitivity, shape_lint
+from fourfold.plan.cluster import GIB, UNCHECKED_BAND
+from fourfold.plan.goodput import Bill, Goodput, bill_of, devices_for, goodput_of
+from fourfold.plan.planner import Candidate, Plan
+
+HEADINGS = (
+    "#", "layout", "how", "GiB", "fit", "step s", "TGS", "MFU", "bubble", "comm",
+)  # fmt: skip
+DEADLINES = (30, 60, 90)
+
+
+class Economics:
+    """What a run of so many tokens takes on the cluster of a plan."""
+
+    def __init__(self, plan: Plan, tokens: float | None, price: float | None) -> None:
+        self.plan, self.tokens, self.price = plan, tokens, price
+        self.goodput: Goodput = goodput_of(plan.subject.parameters, plan.cluster)
+
+    def bill(self, candidate: Candidate) -> Bill | None:
+        if self.tokens is None:
+            return None
+        world = self.plan.cluster.world
+        return bill_of(self.tokens, candidate.tokens_per_second, self.goodput, world, self.price)
+
+    def lines(self, candidate: Candidate) -> Iterator[str]:
+        bill = self.bill(candidate)
+        if bill is None or self.tokens is None:
+            return
+        rate = candidate.tokens_per_device
+        cost = "" if bill.cost is None else f", {bill.cost:,.0f} at {self.price:g} per device-hour"
+        yield (
+            f"{self.tokens:.4g} tokens: {bill.days:.1f} days on {self.plan.cluster}{cost}; "
+            f"{self.goodput.text()}"
+        )
+        parameters = self.plan.subject.parameters
+        needed = [
+            (days, devices_for(days, self.tokens, rate, parameters, self.plan.cluster))
+            for days in DEADLINES
+        ]
+        listed = ", ".join(f"{devices:,} for {days} days" for days, devices in needed)
+        yield f"devices needed at this rate per device: {listed}"
+        if bill.days > 365:
+            yield (
+                f"{bill.days / 365:.1f} years: on {self.plan.cluster.world} devices this is a "
+                "benchmark, not a training run"
+            )
+
+
+def headings(economics: Economics) -> list[str]:
+    more = [] if economics.tokens is None else ["days"]
+    more += [] if economics.tokens is None or economics.price is None else ["cost"]
+    return [*HEADINGS, *more]
+
+
+def row(number: str, candidate: Candidate, economics: Economics) -> list[str]:
+    band = candidate.seconds * candidate.band
+    cells = [
+        number,
+        candidate.layout,
+        candidate.details,
+        f"{candidate.bytes_ / GIB:.1f}",
+        candidate.fit,
+        f"{candidate.seconds:.4g} ±{band:.2g}",
+        f"{candidate.tokens_per_device:,.0f}",
+        f"{candidate.mfu:.1%}",
+        f"{candidate.bubble:.1%}",
+        f"{candidate.exposed:.1%}",
+    ]
+    bill = economics.bill(candidate)
+    if bill is not None:
+        cells.append(f"{bill.days:,.1f}")
+        if bill.cost is not None:
+            cells.append(f"{bill.cost:,.0f}")
+    return cells
+
+
+def table(plan: Plan, top: int, economics: Economics) -> list[list[str]]:
+    """The best `top` rows, and the file's own layout wherever it stands."""
+    rows = [
+        row(str(number), candidate, economics)
+        for number, candidate in enumerate(plan.candidates[:top], start=1)
+    ]
+    if plan.own is not None:
+        same = [c.spread == plan.own.spread for c in plan.candidates[:top]]
+        if any(same):
+            rows[same.index(True)][0] += " file"
+        else:
+            rows.append(row("file", plan.own, economics))
+    return rows
+
+
+def size_text(parameters: int) -> str:
+    unit, name = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    return f"{parameters / unit:.4g} {name}"
+
+
+def heading_lines(plan: Plan) -> Iterator[str]:
+    subject, costs = plan.subject, plan.costs
+    looked = 0 if costs is None else len(costs)
+    fitting = 0 if costs is None else int((costs.bytes_ <= plan.cluster.usable_bytes).sum())
+    yield (
+        f"{size_text(subject.parameters)} parameters, {plan.cluster} = {plan.cluster.world} "
+        f"devices, global batch {subject.global_batch} x {subject.network.seq} tokens, "
+        f"{subject.precision}"
+    )
+    yield (
+        f"{looked:,} legal layouts, {fitting:,} fit in {plan.cluster.device.memory_gib:.4g} GiB; "
+        f"{len(plan.candidates)} ways to cut the ranks, each with its fastest variant"
+    )
+
+
+def memory_line(candidate: Candidate) -> str:
+    parts = " + ".join(
+        f"{name} {value / GIB:.2f}" for name, value in candidate.memory.values_at().items()
+    )
+    return (
+        f"memory per device (stage {candidate.fullest_stage} needs most): {parts} = "
+        f"{candidate.bytes_ / GIB:.2f} of {candidate.capacity / GIB:.0f} GiB: {candidate.fit}"
+    )
+
+
+def advice_lines(plan: Plan, economics: Economics) -> Iterator[str]:
+    best = plan.best
+    if best is None:
+        return
+    yield memory_line(best)
+    yield from economics.lines(best)
+    if plan.own_problem is not None:
+        yield f"the file's own layout is not in the table: {plan.own_problem}"
+    yield from near_misses(plan)
+    changes = sensitivity(plan, best)
+    if changes:
+        yield "one change to the best layout:"
+    for change in changes[:8]:
+        yield (
+            f"  {change.knob}: {change.time:+.1%} time, {change.bytes_ / GIB:+.1f} GiB"
+            + ("" if change.fit == "fits" else f" ({change.fit})")
+        )
+    for remark in shape_lint(plan.subject, best):
+        yield f"shape: {remark}"
+    device = plan.cluster.device
+    if plan.subject.precision == "bfloat16" and not device.has_bf16:
+        yield f"{device.name} has no bfloat16 products: fp32 rates are assumed; float16 is faster"
+    known = "" if device.band < UNCHECKED_BAND else ": no published run on it could be checked"
+    yield (
+        f"step times on {device.name} may be off by ±{device.band:.0%}{known}; --self-test shows "
+        "how this is known, --calibrate narrows it with a run of your own"
+    )
+
+
+def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
+    def entry(candidate: Candidate) -> dict[str, Any]:
+        bill = economics.bill(candidate)
+        return {
+            "layout": candidate.layout,
+            "details": candidate.details,
+            "overrides": candidate.overrides(),
+            "fit": candidate.fit,
+            "memory_bytes": candidate.memory.values_at(),
+            "total_bytes": candidate.bytes_,
+            "fullest_stage": candidate.fullest_stage,
+            "step_seconds": candidate.seconds,
+            "band": candidate.band,
+            "time_seconds": candidate.time.values_at(),
+            "tokens_per_second": candidate.tokens_per_second,
+            "tokens_per_second_per_device": candidate.tokens_per_device,
+            "mfu": candidate.mfu,
+            "bubble": candidate.bubble,
+            "exposed_communication": candidate.exposed,
+            "days": None if bill is None else bill.days,
+            "cost": None if bill is None else bill.cost,
+        }
+
+    return {
+        "cluster": plan.cluster.model_dump(),
+        "parameters": plan.subject.parameters,
+        "global_batch_size": plan.subject.global_batch,
+        "layouts": 0 if plan.costs is None else len(plan.costs),
+        "candidates": [entry(candidate) for candidate in plan.candidates[:top]],
+        "own": None if plan.own is None else entry(plan.own),
+        "own_problem": plan.own_problem,
+        "near_misses": list(near_misses(plan)),
+        "goodput": economics.goodput.share,
+    }

@@ -1,0 +1,197 @@
+"""Every layout a model and a cluster allow, and what each costs.
+
+Enumeration uses the arithmetic of the configuration's own checks (config/legal.py), so a layout
+is offered if and only if training accepts it. Only what cannot be best is left out: a schedule
+that needs more memory than another one and is never faster, where that other one is legal. The
+zero-bubble schedules are tried when asked for: torch's cannot evaluate, and lose gradients with
+stage 3. Micro-batches go up to 64 samples and ranks hold up to 8 stages. Costs are computed for
+all layouts at once, times only for those within twice the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+
+from fourfold.config.legal import SPLIT_SCHEDULES, divides_model, schedule_fits, stages_fit
+from fourfold.plan.cluster import Cluster
+from fourfold.plan.coefficients import Coefficients
+from fourfold.plan.machine import Machine
+from fourfold.plan.memory import fullest_stage
+from fourfold.plan.steptime import step_time_of
+from fourfold.plan.subject import Subject
+from fourfold.plan.terms import Breakdown, Floats
+from fourfold.plan.workload import RECOMPUTE_MODES, Spread, take
+
+LARGEST_MICRO_BATCH = 64
+MOST_STAGES_PER_RANK = 8
+TIGHT = 0.92  # of the memory: above it, fragmentation decides
+SEARCHED_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+
+Value = TypeVar("Value")
+Fixed = Mapping[str, object]  # field of Spread -> the only value allowed
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Layouts and what they cost, as columns; `seconds` is infinite where it was not computed."""
+
+    spread: Spread
+    memory: Breakdown
+    fullest: Floats  # the pipeline stage that needs most
+    bytes_: Floats
+    seconds: Floats
+
+    def __len__(self) -> int:
+        return len(self.bytes_)
+
+
+def legal_spreads(subject: Subject, world: int, fixed: Fixed | None = None) -> Spread | None:
+    """All legal layouts of `world` ranks as columns; None when there is none."""
+    fixed = fixed or {}
+    rows = [
+        (*degrees, *pipeline)
+        for degrees in _degrees(subject, world, fixed)
+        for pipeline in _pipelines(subject, degrees, fixed)
+    ]
+    if not rows:
+        return None
+    names = ("mp", "pp", "dp", "sharding", "micro_batch", "micro_batches", "schedule", "virtual")
+    columns = dict(
+        zip(names, (np.array(column) for column in zip(*rows, strict=True)), strict=True)
+    )
+    return _with_variants(columns, subject, fixed)
+
+
+def _degrees(subject: Subject, world: int, fixed: Fixed) -> Iterator[tuple[int, int, int, int]]:
+    network, batch = subject.network, subject.global_batch
+    for mp in _allowed(_divisors(world), fixed, "mp"):
+        if not divides_model(mp, network.heads, network.ffn):
+            continue
+        for pp in _allowed(_divisors(world // mp), fixed, "pp"):
+            data = world // (mp * pp)
+            if pp > network.layers or batch % data:
+                continue
+            for sharding in _allowed(_divisors(data), fixed, "sharding"):
+                if fixed.get("dp", data // sharding) == data // sharding:
+                    yield mp, pp, data // sharding, sharding
+
+
+def _pipelines(
+    subject: Subject, degrees: tuple[int, int, int, int], fixed: Fixed
+) -> Iterator[tuple[int, int, str, int]]:
+    """(micro_batch, micro_batches, schedule, stages per rank)."""
+    _, pp, dp, sharding = degrees
+    local = subject.global_batch // (dp * sharding)
+    for micro_batch in _allowed(_divisors(local), fixed, "micro_batch"):
+        if micro_batch > LARGEST_MICRO_BATCH and "micro_batch" not in fixed:
+            continue
+        micro_batches = local // micro_batch
+        for schedule, virtual in _schedules(subject.network.layers, pp, micro_batches, fixed):
+            yield micro_batch, micro_batches, schedule, virtual
+
+
+def _schedules(layers: int, pp: int, micro_batches: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
+    asked = fixed.get("schedule")
+    if pp == 1:
+        if asked in (None, "1F1B") and fixed.get("virtual", 1) == 1:
+            yield "1F1B", 1
+        return
+    names = SEARCHED_SCHEDULES if asked is None else (str(asked),)
+    found: set[int] = set()
+    for name in names:
+        for virtual in _allowed(range(1, MOST_STAGES_PER_RANK + 1), fixed, "virtual"):
+            if name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble") and virtual == 1:
+                continue
+            # GPipe and LoopedBFS idle as long as 1F1B and the interleaved order, and hold more.
+            dominated = asked is None and name in ("GPipe", "LoopedBFS") and virtual in found
+            # With several stages a rank, uneven ones make every turn wait for the longest.
+            dominated |= virtual > 1 and layers % (pp * virtual) > 0 and "virtual" not in fixed
+            if dominated or not stages_fit(layers, pp, virtual):
+                continue
+            if schedule_fits(name, pp, virtual, micro_batches):
+                found.add(virtual)
+                yield name, virtual
+
+
+def _with_variants(columns: dict[str, np.ndarray], subject: Subject, fixed: Fixed) -> Spread:
+    """Cross every row with the sharding stages, recompute modes and sequence parallelism."""
+    seq = subject.network.seq
+    count = len(columns["mp"])
+    picks = []
+    for stage in _allowed((1, 2, 3), fixed, "stage"):
+        for mode in _allowed(RECOMPUTE_MODES, fixed, "recompute"):
+            for split in _allowed((False, True), fixed, "sequence_parallel"):
+                legal = np.ones(count, dtype=bool)
+                if stage > 1 and "stage" not in fixed:
+                    legal &= columns["sharding"] > 1
+                if stage > 1:
+                    legal &= ~np.isin(columns["schedule"], SPLIT_SCHEDULES)
+                if split:
+                    legal &= (columns["mp"] > 1) & (seq % columns["mp"] == 0)
+                picks.append((np.flatnonzero(legal), stage, mode, split))
+    index = np.concatenate([pick[0] for pick in picks])
+    lengths = [len(pick[0]) for pick in picks]
+    return Spread(
+        **{name: column[index] for name, column in columns.items()},
+        stage=np.repeat([pick[1] for pick in picks], lengths),
+        recompute=np.repeat([pick[2] for pick in picks], lengths),
+        sequence_parallel=np.repeat([pick[3] for pick in picks], lengths),
+    )
+
+
+def cost_of(
+    subject: Subject,
+    spread: Spread,
+    machine: Machine,
+    coefficients: Coefficients,
+    *,
+    time_all: bool = False,
+) -> Costs:
+    """Memory of all; time of those within twice the memory, or of all."""
+    memory, stage = fullest_stage(subject.network, spread, subject.software)
+    bytes_ = np.asarray(memory.total, dtype=float)
+    wanted = np.ones(len(bytes_), dtype=bool) if time_all else bytes_ <= 2 * machine.memory_bytes
+    seconds = np.full(len(bytes_), np.inf)
+    if wanted.any():
+        some = take(spread, wanted)
+        timed = step_time_of(subject.network, some, subject.software, machine, coefficients)
+        seconds[wanted] = np.asarray(timed.total)
+    return Costs(spread, memory, np.asarray(stage, dtype=float), bytes_, seconds)
+
+
+def search(
+    subject: Subject,
+    cluster: Cluster,
+    coefficients: Coefficients,
+    fixed: Fixed | None = None,
+) -> Costs | None:
+    spread = legal_spreads(subject, cluster.world, fixed)
+    if spread is None:
+        return None
+    return cost_of(subject, spread, cluster.machine(subject.precision), coefficients)
+
+
+def one_spread(spread: Spread, index: int) -> Spread:
+    """Row `index` of columns as plain numbers."""
+    values = {}
+    for field in fields(spread):
+        value = np.asarray(getattr(spread, field.name))
+        values[field.name] = value[index].item() if value.ndim else value.item()
+    return Spread(**values)
+
+
+@lru_cache(maxsize=4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return tuple(sorted({*low, *(number // value for value in low)}))
+
+
+def _allowed(values: Iterable[Value], fixed: Fixed, name: str) -> list[Value]:
+    """Those of `values` that --fix leaves."""
+    return [value for value in values if name not in fixed or fixed[name] == value]

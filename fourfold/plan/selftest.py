@@ -1,0 +1,237 @@
+"""`fourfold plan --self-test`: predictions against published runs, family by family.
+
+Nothing here is fitted to what it is judged by: coefficients come from the fit rows of four
+families; the check rows of those, and all rows of every other family, were not used. Families are
+never pooled. Each is also predicted with coefficients fitted without it (leave one out).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.plan.cluster import PRESETS, parse_cluster
+from fourfold.plan.coefficients import Coefficients, load_coefficients
+from fourfold.plan.evidence import KINDS, Evidence, fit_published
+from fourfold.plan.memory import fullest_stage, memory_of
+from fourfold.plan.published import (
+    FILE,
+    FITTED_FAMILIES,
+    MEGATRON,
+    MEMORY_PARTS,
+    Run,
+    published_runs,
+)
+from fourfold.plan.steptime import step_time_of
+from fourfold.plan.subject import CONTEXT_BYTES, FRAGMENTATION
+from fourfold.plan.terms import Floats
+from fourfold.plan.workload import Network, Software, Spread
+
+FEWEST_TO_RANK = 3
+NOISY = {"bigscience v100"}  # its authors warn that the same run varied by 40 %
+LARGE_GOLDEN = 2048  # hidden size from which a golden run says something about memory
+SEED_TGS = (142.0, 156.0)  # 175B, tp8 pp8, 64 A100, flash attention: tokens/s per device
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    text: str
+    met: bool
+
+    def line(self) -> str:
+        return f"  {'met   ' if self.met else 'MISSED'}  {self.name}: {self.text}"
+
+
+def self_test_lines(rows: Path | None = None) -> Iterator[str]:
+    runs = published_runs(FILE if rows is None else rows)
+    evidence = Evidence.of(runs)
+    coefficients = load_coefficients()
+    sustained = {kind: PRESETS[f"{kind}-80G"].sustained for kind in KINDS}
+    yield f"{len(runs)} published measurements, {len(evidence.runs)} of them step times"
+    targets: list[Target] = []
+    if evidence.runs:
+        errors = evidence.errors(coefficients, sustained)
+        yield from _step_times(evidence, errors, rows is None)
+        yield from _ranking(evidence, errors, targets)
+        targets += _time_targets(evidence, errors)
+    yield from _memory(runs, targets)
+    yield from _fits(runs)
+    targets.append(_seed_target(coefficients))
+    yield "targets:"
+    yield from (target.line() for target in targets)
+
+
+def _step_times(evidence: Evidence, errors: Floats, leave_out: bool) -> Iterator[str]:
+    yield ""
+    yield "step time, predicted against measured (mean absolute error, mean error, worst):"
+    heads = f"{'rows':>5}{'mean |e|':>10}{'mean e':>9}{'worst':>8}  left out"
+    yield f"  {'family':<18}{'part':<8}{heads}"
+    for family in sorted(set(evidence.family)):
+        for part in ("fit", "check", "quoted"):
+            chosen = (evidence.family == family) & (evidence.part == part)
+            if not chosen.any():
+                continue
+            e = errors[chosen]
+            out = ""
+            if leave_out and family in FITTED_FAMILIES and part == "check":
+                out = f"{_left_out(evidence, family):9.1%}"
+            yield (
+                f"  {family:<18}{part:<8}{len(e):>5}{np.abs(e).mean():>10.1%}{e.mean():>+9.1%}"
+                f"{np.abs(e).max():>8.0%}  {out}"
+            )
+    yield "  quoted: figures recalled from papers, shown for orientation only"
+
+
+def _left_out(evidence: Evidence, family: str) -> float:
+    """Error on all rows of a family with coefficients fitted without any of them."""
+    others = [name for name in FITTED_FAMILIES if name != family]
+    coefficients, sustained = fit_published(evidence, others)
+    rows = evidence.where(evidence.family == family)
+    return float(np.abs(rows.errors(coefficients, sustained)).mean())
+
+
+def _ranking(evidence: Evidence, errors: Floats, targets: list[Target]) -> Iterator[str]:
+    """Of runs that differ in layout only: how much slower the predicted best was than the best."""
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, run in enumerate(evidence.runs):
+        if run.part != "quoted":
+            groups[run.setting].append(index)
+    regrets: dict[str, list[float]] = defaultdict(list)
+    predicted = evidence.seconds * (1 + errors)
+    for members in groups.values():
+        layouts = {evidence.runs[i].spread for i in members}
+        if len(layouts) < FEWEST_TO_RANK:
+            continue
+        chosen = min(members, key=lambda i: predicted[i])
+        best = min(evidence.seconds[i] for i in members)
+        regrets[evidence.runs[chosen].family].append(evidence.seconds[chosen] / best - 1)
+    yield ""
+    yield "ranking: how much slower the layout predicted fastest was than the fastest measured"
+    for family, values in sorted(regrets.items()):
+        mean = float(np.mean(values))
+        yield (
+            f"  {family:<18}{len(values):>4} settings: mean {mean:.1%}, median "
+            f"{np.median(values):.1%}, worst {max(values):.0%}; best chosen in "
+            f"{np.mean(np.array(values) < 0.005):.0%}"
+        )
+        if family not in NOISY:
+            targets.append(Target(f"top-1 regret, {family}", f"{mean:.1%} (5%)", mean <= 0.05))
+
+
+def _time_targets(evidence: Evidence, errors: Floats) -> Iterator[Target]:
+    check = evidence.part == "check"
+    for families, limit in (
+        (("vtrain single",), 0.10),
+        (("vtrain multi",), 0.10),
+        (("llm-foundry a100", "llm-foundry h100"), 0.15),
+    ):
+        chosen = check & np.isin(evidence.family, families)
+        if chosen.any():
+            error = float(np.abs(errors[chosen]).mean())
+            name = f"step time, {' and '.join(families)} check rows"
+            yield Target(name, f"{error:.1%} ({limit:.0%})", error <= limit)
+    for family, metric, limit in (
+        ("korthikanti", "iter_time_s", 0.08),
+        ("seeds", "tokens_per_s_per_gpu", 0.25),
+    ):
+        own = [
+            abs(float(error))
+            for error, run in zip(errors, evidence.runs, strict=True)
+            if run.family == family and run.metric == metric
+        ]
+        if own:
+            worst = max(own)
+            text = f"worst of {len(own)} {worst:.1%} ({limit:.0%})"
+            yield Target(f"step time, {family}", text, worst <= limit)
+
+
+def _memory(runs: Sequence[Run], targets: list[Target]) -> Iterator[str]:
+    yield ""
+    yield "allocated memory, predicted against measured:"
+    small: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        if not np.isfinite(run.bytes_):
+            continue
+        golden = run.family == "megatron goldens"
+        predicted = _allocated(run)
+        error = predicted / run.bytes_ - 1
+        if golden and run.network.hidden < LARGE_GOLDEN:
+            small[_measured_part(run)].append(error)
+            continue
+        yield (
+            f"  {run.family:<18}{run.model[:30]:<31}mp{run.spread.mp} pp{run.spread.pp:<3}"
+            f"{_measured_part(run):<12}"
+            f"{predicted / 1e9:6.2f} GB, measured {run.bytes_ / 1e9:6.2f}: {error:+.1%}"
+        )
+        limit = {"megatron goldens": 0.06, "seeds": 0.08}.get(run.family)
+        if limit is not None:
+            name = f"memory, {run.family} {run.model.split('(')[0]}, {_measured_part(run)}"
+            targets.append(Target(name, f"{error:+.1%} ({limit:.0%})", abs(error) <= limit))
+    for part, errors in small.items():
+        yield (
+            f"  megatron goldens  {len(errors)} runs with hidden 512, {part}: mean "
+            f"{np.mean(errors):+.1%}, mean absolute {np.mean(np.abs(errors)):.1%}"
+        )
+
+
+def _measured_part(run: Run) -> str:
+    parts = MEMORY_PARTS.get(run.metric, ("all",))
+    return parts[0] if len(parts) == 1 else "states"
+
+
+def _allocated(run: Run) -> float:
+    """Goldens are what the last rank wrote; others what the fullest rank needs; or a part of it."""
+    if run.family == "megatron goldens":
+        memory = memory_of(run.network, run.spread, run.software, run.spread.pp - 1)
+    else:
+        memory, _ = fullest_stage(run.network, run.spread, run.software)
+    parts = MEMORY_PARTS.get(run.metric)
+    return float(memory.total if parts is None else sum(memory[name] for name in parts))
+
+
+def _needed(run: Run) -> float:
+    """With the reserve a plan adds."""
+    return _allocated(run) * (1 + FRAGMENTATION) + CONTEXT_BYTES
+
+
+def _fits(runs: Sequence[Run]) -> Iterator[str]:
+    """Runs that ran must not be called impossible; runs that ran out of memory must be."""
+    whole = [run for run in runs if run.metric not in MEMORY_PARTS]
+    ran = [run for run in whole if run.fits and run.part != "quoted"]
+    out = [run for run in runs if not run.fits]
+    alarms = [run for run in ran if _needed(run) > run.machine.memory_bytes]
+    missed = [run for run in out if _needed(run) <= run.machine.memory_bytes]
+    yield ""
+    yield (
+        f"fit or not: of {len(ran)} runs that ran, {len(alarms)} are predicted not to fit "
+        f"({len(alarms) / max(len(ran), 1):.1%}); of {len(out)} that ran out of memory, "
+        f"{len(missed)} are predicted to fit"
+    )
+    for family in sorted({run.family for run in alarms}):
+        yield f"  {family}: {sum(run.family == family for run in alarms)}"
+
+
+def _seed_target(coefficients: Coefficients) -> Target:
+    """Seed 004: Megatron-DeepSpeed with flash attention, no recomputation, 1536 micro-batches."""
+    cluster = parse_cluster("8x8xA100-80G")
+    network = Network(96, 12288, 96, 49152, 51200, 2048, 2048)
+    spread = Spread(mp=8, pp=8, micro_batch=1, micro_batches=1536)
+    software = Software(
+        flash=True, overlap=MEGATRON.overlap, reduce_bytes=2, data_inside_pipeline=True,
+        split_sends=True,
+    )  # fmt: skip
+    time = step_time_of(network, spread, software, cluster.machine("float16"), coefficients)
+    rate = 1536 * 2048 / 64 / float(time.total)
+    band = cluster.device.band
+    low, high = rate / (1 + band), rate / (1 - band)
+    return Target(
+        "175B tp8 pp8 on 64 A100",
+        f"{rate:.0f} tokens/s per device, band {low:.0f} to {high:.0f}; measured "
+        f"{SEED_TGS[0]:.0f} to {SEED_TGS[1]:.0f}",
+        low <= SEED_TGS[0] and SEED_TGS[1] <= high,
+    )

@@ -1,0 +1,182 @@
+"""The search: it offers what training accepts, misses nothing, and more memory never hurts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.config import Config, load_config
+from fourfold.errors import ConfigError
+from fourfold.plan import parse_cluster, plan
+from fourfold.plan.advice import (
+    impossible,
+    near_misses,
+    physics_check,
+    sensitivity,
+    shape_lint,
+    smallest_world,
+)
+from fourfold.plan.goodput import devices_for, goodput_of
+from fourfold.plan.planner import candidate_of
+from fourfold.plan.search import legal_spreads, one_spread
+from fourfold.plan.subject import subject_of
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
+BIG = CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml"
+SMALL = CONFIGS / "quickstart.yaml"
+SMALL_CHANGES = ["Model.num_layers=6", "Data.batch_size.micro_batch_size=null"]
+
+
+def small(*changes: str) -> Config:
+    return load_config(SMALL, [*SMALL_CHANGES, *changes])
+
+
+def layouts(config: Config, world: int) -> list[object]:
+    spread = legal_spreads(subject_of(config), world)
+    assert spread is not None
+    return [one_spread(spread, index) for index in range(len(np.asarray(spread.mp)))]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
+def test_everything_offered_is_accepted_by_training(world: int) -> None:
+    config = small()
+    subject = subject_of(config)
+    cluster = parse_cluster(f"{world}xA100-80G")
+    made = plan(config, cluster)
+    seen = set()
+    for spread in layouts(config, world):
+        assert spread.world == world
+        key = (spread.mp, spread.pp, spread.sharding, spread.schedule, spread.micro_batch)
+        if key in seen:
+            continue
+        seen.add(key)
+        candidate = candidate_of(subject, spread, cluster, made.coefficients)
+        resolved = load_config(SMALL, [*SMALL_CHANGES, *candidate.overrides()], world)
+        assert resolved.Distributed.dp_degree == spread.dp
+        assert resolved.Data.batch_size.global_batch_size == subject.global_batch
+        assert resolved.Engine.accumulate_steps == spread.micro_batches
+        assert not [line for line in resolved.notices if "accumulate" in line]
+
+
+def test_nothing_that_training_accepts_is_missed() -> None:
+    """Every 1F1B layout of four ranks that `load_config` takes, found by trying them all."""
+    offered = {
+        (s.mp, s.pp, s.sharding, s.micro_batch) for s in layouts(small(), 4) if s.schedule == "1F1B"
+    }
+    accepted = set()
+    for mp, pp, sharding, size in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16)):
+        if 4 % (mp * pp * sharding):
+            continue
+        changes = [
+            f"Distributed.mp_degree={mp}",
+            f"Distributed.pp_degree={pp}",
+            f"Distributed.sharding.sharding_degree={sharding}",
+            "Data.batch_size.local_batch_size=null",
+            f"Data.batch_size.micro_batch_size={size}",
+        ]
+        try:
+            load_config(SMALL, [*SMALL_CHANGES[:1], *changes], 4)
+        except ConfigError:
+            continue
+        accepted.add((mp, pp, sharding, size))
+    assert offered == accepted
+
+
+def test_fixed_degrees_are_kept() -> None:
+    made = plan(small(), parse_cluster("8xA100-80G"), fixed={"mp": 2, "recompute": "full"})
+    assert made.candidates
+    assert {(c.spread.mp, c.spread.recompute) for c in made.candidates} == {(2, "full")}
+
+
+def test_the_files_own_layout_of_175b_is_planned() -> None:
+    made = plan(load_config(BIG), parse_cluster("16x8xA100-80G"))
+    own = made.own
+    assert own is not None and own.fit == "fits"
+    assert (own.spread.mp, own.spread.pp, own.spread.dp) == (8, 16, 1)
+    # FleetX and Megatron-LM both published about 14.6k tokens/s for this layout.
+    assert own.tokens_per_second == pytest.approx(14600, rel=own.band)
+    assert made.best is not None and made.best.seconds < own.seconds
+    assert [c.seconds for c in made.candidates if c.fit == "fits"] == sorted(
+        c.seconds for c in made.candidates if c.fit == "fits"
+    )
+
+
+def test_a_file_that_does_not_divide_the_cluster_says_so() -> None:
+    made = plan(load_config(BIG), parse_cluster("10x8xA100-80G"))
+    assert made.own is None
+    assert "do not divide" in str(made.own_problem)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(1, 200), st.floats(1.01, 3))
+def test_more_memory_never_makes_a_fit_not_fit(gib: float, factor: float) -> None:
+    cluster = parse_cluster("8xA100-80G")
+
+    def fitting(memory: float) -> set[str]:
+        device = cluster.device.model_copy(update={"memory_gib": memory})
+        made = plan(load_config(BIG), cluster.model_copy(update={"device": device, "nodes": 4}))
+        return {c.layout.split("(")[0] for c in made.candidates}
+
+    assert fitting(gib) <= fitting(gib * factor)
+
+
+def test_near_misses_and_sensitivity_speak_of_the_best() -> None:
+    made = plan(load_config(BIG), parse_cluster("16x8xA100-80G"))
+    assert made.best is not None
+    sentences = list(near_misses(made))
+    assert sentences and all("GiB more than the 80 of a device" in line for line in sentences)
+    changes = sensitivity(made, made.best)
+    assert any(change.knob.startswith("micro_batch_size") for change in changes)
+    slower = [c for c in changes if c.knob.startswith("recompute") and c.fit == "fits"]
+    assert all(change.time > -0.005 for change in slower)
+
+
+def test_175b_on_eight_small_cards_is_impossible_and_says_by_how_much() -> None:
+    made = plan(load_config(BIG), parse_cluster("8xV100-16G"))
+    assert made.best is None
+    first, second, *_ = impossible(made)
+    assert "no layout fits 1x8xV100-16G" in first and "GiB more than the 16" in first
+    assert "smallest cluster of V100-16G that would" in second
+    enough = smallest_world(made.subject, made.cluster)
+    assert enough is not None
+    assert plan(load_config(BIG), enough).candidates
+    fewer = enough.model_copy(update={"nodes": enough.nodes - 1})
+    assert not [c for c in plan(load_config(BIG), fewer).candidates if c.fit == "fits"]
+
+
+def test_shapes_that_waste_are_named() -> None:
+    config = small("Model.vocab_size=8190", "Model.hidden_size=252")
+    remarks = " ".join(shape_lint(subject_of(config), None))
+    assert "vocab_size 8190" in remarks and "head size 252 / 4 = 63" in remarks
+    assert not list(shape_lint(subject_of(small()), None))
+
+
+def test_a_rate_above_what_is_possible_is_a_wrong_label() -> None:
+    """FleetX's log of "1.3B" at 11,500 tokens/s per V100 was a smaller model."""
+    as_labelled = 11_500 * 8 * 1.3e9
+    assert "check the model size" in str(physics_check(as_labelled, 125e12, "log"))
+    assert physics_check(11_500 * 8 * 0.355e9, 125e12, "log") is None
+
+
+def test_goodput_falls_with_the_number_of_devices() -> None:
+    shares = [
+        goodput_of(175_000_000_000, parse_cluster(f"{nodes}x8xH100")).share
+        for nodes in (8, 128, 2048)
+    ]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.98
+    cluster = parse_cluster("8x8xA100-80G")
+    month, quarter = (devices_for(d, 3e11, 150, 175_000_000_000, cluster) for d in (30, 90))
+    assert month % 8 == 0 and 2.8 < month / quarter < 3.2
+    assert quarter * 150 * 90 * 86400 > 3e11
+
+
+def test_seed_document_cluster_is_a_benchmark_not_a_plan() -> None:
+    made = plan(load_config(BIG), parse_cluster("8x8xA100-80G"), fixed={"mp": 8, "pp": 8})
+    assert made.best is not None
+    assert replace(made.best.spread).world == 64
