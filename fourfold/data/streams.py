@@ -38,7 +38,8 @@ class Line:
 
     def forget(self) -> None:
         """Drop the content: the line can no longer be pushed back."""
-        self.num_bytes, self.content, self.flaw = len(self.content), b"", self.flaw or FORGOTTEN
+        if not self.flaw:
+            self.content, self.flaw = b"", FORGOTTEN
 
 
 class LineStream:
