@@ -159,7 +159,9 @@ class Command:
             output = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+            # Not closed with their objects: the ranks put others in the place of these.
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.argv = ["fourfold", *words]
             if prepare is not None:
                 prepare()
