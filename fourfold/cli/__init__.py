@@ -13,11 +13,14 @@ import typer
 from fourfold.cli import (
     checkpoints,
     configuration,
+    conversion,
     data,
+    evaluation,
     generation,
     layout,
     planning,
     quickstart,
+    serving,
     training,
 )
 from fourfold.errors import UserError, report
@@ -31,6 +34,9 @@ app = typer.Typer(
 )
 app.command("train")(training.train)
 app.command("generate")(generation.generate)
+app.command("evaluate")(evaluation.evaluate)
+app.command("serve")(serving.serve)
+app.command("convert")(conversion.convert)
 app.command("layout")(layout.layout)
 app.command("plan")(planning.plan)
 app.command("doctor")(planning.doctor)

@@ -40,11 +40,17 @@ class Generation(Section):
     )
     early_stopping: bool = key(False, "End beam_search as soon as num_beams finished texts exist.")
     seed: Seed | None = key(None, "Seed of sampling. Null takes Global.seed.")
+    stop: list[str] = key([], "A text ends before the first of these strings; not for beam_search.")
 
 
 class Inference(Section):
     model_dir: str = derived("Directory of the exported model. Null is output_dir.")
     mp_degree: Count = derived("Tensor-parallel ranks at inference. Null is Distributed.mp_degree.")
+    weights: Literal["float32", "bfloat16", "float16", "int8"] = key(
+        "float32",
+        "Number format of the weights for generation and serving. The narrower ones are faster "
+        "and less exact; int8 rounds activations too and runs on a CPU only.",
+    )
 
 
 class Eval(Section):
@@ -64,6 +70,15 @@ class Eval(Section):
     batch_size: Count = key(8, "Windows or examples per forward pass.")
     max_seq_len: Count = derived("Tokens per window. Null is Data.dataset.max_seq_len.")
     logging_freq: Count = key(100, "Print progress every this many batches.")
+    detokenize: bool = key(
+        True, "Undo WikiText's spacing ( @-@ , a blank before each comma) before perplexity."
+    )
+    part: Literal["train", "valid", "test"] = key(
+        "valid", "Part of Data.dataset that is evaluated when eval_path is null."
+    )
+    max_tokens: Count | None = key(
+        None, "Tokens of Data.dataset to evaluate, from the first on. Null is all of the part."
+    )
 
 
 class ProfilerSummary(Section):

@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import torch
-
-from fourfold import checkpoint
 from fourfold.config import Config
-from fourfold.errors import UserError
-from fourfold.generate import complete_text
-from fourfold.mesh import select_device
-from fourfold.model import GPT, ModelShape
-from fourfold.tokenizer import Tokenizer
+from fourfold.generate.batch import Continuation, complete
+from fourfold.generate.decoder import Decoder
+from fourfold.generate.loading import load_trained
+from fourfold.generate.options import Options
+from fourfold.generate.session import Session
+from fourfold.generate.text import check_stop
+from fourfold.mesh import Mesh
 
 
 class GenerationModule:
     """The model of a configuration, its weights from `ckpt_dir` (or the run's own output)."""
 
-    def __init__(self, config: Config, on_notice: Callable[[str], None] = print) -> None:
-        if config.Global.tokenizer is None:
-            raise UserError(
-                "Global.tokenizer is not set, so text cannot be turned into tokens; name the "
-                "tokenizer the model was trained with, e.g. -o Global.tokenizer=tokenizer.json"
-            )
+    def __init__(
+        self,
+        config: Config,
+        on_notice: Callable[[str], None] = print,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """With a `mesh` of several ranks the model is spread over them as `Distributed` says, and
+        every rank must make the same calls."""
         self.config = config
-        self.tokenizer = Tokenizer.load(Path(config.Global.tokenizer))
-        save_load = config.Engine.save_load
-        where = checkpoint.named(save_load.ckpt_dir or "latest", Path(save_load.output_dir))
-        self.device = select_device(config.Global.device)
-        with torch.device("meta"):
-            model = GPT(ModelShape.of(config.Model))
-        self.model = model.to_empty(device=self.device).eval()
-        weights = {f"model.{name}": p.data for name, p in self.model.named_parameters()}
-        checkpoint.resume(where, weights, on_notice, prefix="model.")
+        # What cannot be asked for is said before a file is read.
+        self.options = Options.of(config.Generation, config.Global.seed)
+        check_stop(config.Generation.stop)
+        self.decoder: Decoder
+        if mesh is not None and mesh.size > 1:
+            from fourfold.generate.spread import SpreadDecoder, load_spread
+
+            runner, self.tokenizer, self.path = load_spread(config, mesh, on_notice)
+            self.decoder = SpreadDecoder(runner)
+        else:
+            trained = load_trained(config, on_notice)
+            self.tokenizer, self.path = trained.tokenizer, trained.path
+            self.decoder = Decoder(trained.model, config.Inference.weights)
 
     def generate(self, text: str) -> list[str]:
         """Prompt and continuation, once for each of `num_return_sequences`."""
-        section = self.config.Generation
-        return complete_text(
-            self.model,
+        return [text + one.text for one in self.complete([text])[0]]
+
+    def complete(
+        self,
+        texts: Sequence[str],
+        on_text: Callable[[int, int, str], None] | None = None,
+    ) -> list[list[Continuation]]:
+        """The continuations of each text; `on_text` gets prompt, continuation and new text."""
+        return complete(
+            self.decoder,
             self.tokenizer,
-            text,
-            max_dec_len=section.max_dec_len,
-            min_dec_len=section.min_dec_len,
-            top_k=section.top_k,
-            top_p=section.top_p,
-            temperature=section.temperature,
-            repetition_penalty=section.repetition_penalty,
-            decode_strategy=section.decode_strategy,
-            num_return_sequences=section.num_return_sequences,
-            seed=self.config.Global.seed if section.seed is None else section.seed,
-            max_positions=self.config.Model.max_position_embeddings,
+            texts,
+            self.options,
+            stop=self.config.Generation.stop,
+            on_text=on_text,
+        )
+
+    def session(self, slots: int, positions: int | None = None) -> Session:
+        """For sequences that come and go. The module's decoder serves one session at a time."""
+        return Session(
+            self.decoder,
+            eos_id=self.tokenizer.eos_id,
+            slots=slots,
+            positions=positions,
+            vocab_size=self.tokenizer.vocab_size,
         )

@@ -5,15 +5,35 @@
     keep_top_k, keep_top_p                            filters, on probabilities
     draw
 
-The filters set what they drop to zero and do not renormalise: with both, `top_p` is a share of the
-full distribution, not of what `top_k` left. `draw` renormalises. Functions are pure and work on
-whole batches; B is the batch, V the vocabulary, T the tokens so far.
+The filters drop tokens and do not renormalise: with both, `top_p` is a share of the full
+distribution, not of what `top_k` left. `draw` renormalises. Functions are pure and work on whole
+batches; B is the batch, V the vocabulary, T the tokens so far, C the candidates left.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+# With top_p alone the most probable tokens are looked at first, and mostly suffice.
+FIRST_LOOK = 1024
+
+
+def sample(
+    logits: Tensor, top_k: int, top_p: float, temperature: float, uniforms: Tensor
+) -> Tensor:
+    """One token per row by one uniform number in [0, 1) per row. (B, V), (B,) -> (B,)"""
+    if temperature != 1.0:
+        logits = logits / temperature
+    probabilities = torch.softmax(logits, dim=-1)
+    if top_k > 0:
+        probabilities, ids = keep_top_k(probabilities, top_k)
+    elif top_p < 1.0:
+        probabilities, ids = likely_enough(probabilities, top_p)
+    else:
+        return draw(probabilities, uniforms)
+    chosen = draw(keep_top_p(probabilities, top_p), uniforms)
+    return ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
 
 def forbid_eos(logits: Tensor, eos_id: int) -> Tensor:
@@ -39,13 +59,40 @@ def force_token(logits: Tensor, token_id: int) -> Tensor:
     return forced
 
 
-def keep_top_k(probabilities: Tensor, k: int) -> Tensor:
-    """Zero below the `k`-th largest; ties with it stay. `k` = 0 keeps all. (B, V) -> (B, V)"""
-    if k == 0:
-        return probabilities
-    k = min(k, probabilities.shape[-1])
-    smallest_kept = probabilities.topk(k, dim=-1).values[:, -1:]  # (B, 1)
-    return probabilities.where(probabilities >= smallest_kept, 0.0)
+def keep_top_k(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest and their ties, in the order of their ids. (B, V) -> (B, C) and ids (B, C)
+
+    Rows with fewer than others are filled up with zeros.
+    """
+    vocabulary = probabilities.shape[-1]
+    k = min(k, vocabulary)
+    # One more than asked for shows whether there are ties.
+    largest, ids = probabilities.topk(min(k + 1, vocabulary), dim=-1)
+    smallest_kept = largest[:, k - 1 : k]  # (B, 1)
+    if bool((largest[:, k:] == smallest_kept).any()):
+        most = int((probabilities >= smallest_kept).sum(dim=-1).max())
+        largest, ids = probabilities.topk(most, dim=-1)
+    largest = largest.where(largest >= smallest_kept, 0.0)
+    return _by_id(largest, ids)
+
+
+def likely_enough(probabilities: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Candidates that hold all `keep_top_p` would keep: few where those reach `p`, else all."""
+    vocabulary = probabilities.shape[-1]
+    if vocabulary > FIRST_LOOK:
+        largest, ids = probabilities.topk(FIRST_LOOK, dim=-1)
+        # Of tokens equal to the last one some may be missing, so they do not count.
+        certain = largest.where(largest > largest[:, -1:], 0.0).sum(dim=-1)
+        if bool((certain > p).all()):
+            return _by_id(largest, ids)
+    return probabilities, torch.arange(vocabulary, device=probabilities.device).expand_as(
+        probabilities
+    )
+
+
+def _by_id(probabilities: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    ids, order = ids.sort(dim=-1)
+    return probabilities.gather(1, order), ids
 
 
 def keep_top_p(probabilities: Tensor, p: float) -> Tensor:

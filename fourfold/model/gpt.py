@@ -9,6 +9,7 @@ Letters in shape comments: B batch, T positions, D hidden, H heads, K head size,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 from fourfold.model.loss import Vocabulary, compute_dtype, head_cross_entropy
 from fourfold.model.seeds import mix_seed
+
+# Queries, keys and values (B, H, T, K) of new tokens -> what they attend to (B, H, T, K).
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,15 @@ class Attention(nn.Module):
         self.core = CoreAttention(shape.attention_probs_dropout_prob)
         self.out = Linear(shape.hidden_size, shape.hidden_size, shape.fused_linear)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, attend: Attend | None = None
+    ) -> Tensor:
+        """With `attend`, that in place of `core`: attention to tokens of earlier calls too."""
         qkv = self.qkv(x)  # (B, T, 3 D)
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, H, T, K) each
-        mixed = self.core(q, k, v, mask)  # (B, H, T, K)
+        mixed = self.core(q, k, v, mask) if attend is None else attend(q, k, v)  # (B, H, T, K)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
@@ -136,8 +143,10 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = shape.hidden_dropout_prob
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + F.dropout(self.attn(self.norm1(x), mask), self.dropout, self.training)
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, attend: Attend | None = None
+    ) -> Tensor:
+        x = x + F.dropout(self.attn(self.norm1(x), mask, attend), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
@@ -232,6 +241,8 @@ class GPT(nn.Module):
         *,
         loss_scale: float | Tensor = 1.0,
         dropout_seed: int | Tensor = 0,
+        attends: Mapping[str, Attend] | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) or, with labels, `loss_scale` times the sum of the token losses.
 
@@ -241,10 +252,15 @@ class GPT(nn.Module):
 
         The caller puts the division by the number of valid tokens of the global batch into
         `loss_scale`: then micro-batches simply add up, however the batch is cut.
+
+        For generation, `attends` as in `hidden`, and with `ends` (B,) the logits (B, V) of one
+        position of each row.
         """
-        x = self.hidden(inputs, position_ids, document_ids, dropout_seed)
+        x = self.hidden(inputs, position_ids, document_ids, dropout_seed, attends)
         if not self.is_last:
             return x
+        if ends is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), ends]
         return self.head(self.norm(x), self.embeddings.word.weight, labels, loss_mask, loss_scale)
 
     def hidden(
@@ -253,8 +269,11 @@ class GPT(nn.Module):
         position_ids: Tensor | None,
         document_ids: Tensor | None,
         dropout_seed: int | Tensor,
+        attends: Mapping[str, Attend] | None = None,
     ) -> Tensor:
         """The hidden states (B, T, D) after the last layer here.
+
+        `attends` gives each layer, by its number, the attention to use in place of its own.
 
         With dropout the generator is seeded anew before every layer, from the caller's seed and
         the layer's number: a mask is a function of where it stands, not of what ran before.
@@ -276,5 +295,5 @@ class GPT(nn.Module):
         for number, layer in self.layers.items():
             if reseed:
                 torch.manual_seed(mix_seed(seed, number))
-            x = layer(x, mask)
+            x = layer(x, mask) if attends is None else layer(x, mask, attends[number])
         return x

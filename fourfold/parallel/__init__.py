@@ -19,11 +19,12 @@ from fourfold.parallel.stages import stages_here
 __all__ = ["Precision", "Runner", "layout_of", "parallelize", "preload"]
 
 
-def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
+def parallelize(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = True) -> Runner:
     """Build this rank's part of the model of `config` and make it ready to run batches.
 
     Nothing is allocated before the model is in its final shape, and weights come from
-    (seed, parameter name) alone, so what is built does not depend on how it is cut.
+    (seed, parameter name) alone, so what is built does not depend on how it is cut. Not `fresh`
+    leaves the weights to whoever loads them.
     """
     layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
     precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
@@ -68,7 +69,7 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device) -> Runner:
         sharding=sharding,
         pipeline=pipeline,
     )
-    if device.type != "meta":
+    if fresh and device.type != "meta":
         runner.initialize()
     return runner
 

@@ -108,6 +108,7 @@ class Pipeline:
         self.num_stages = num_stages
         self.group = group
         self.boundary = boundary
+        self.sequence_length = tokens.shape[1]
         self.rank_of_stage = self._ranks(schedule)
         self.stages = [self._stage(number, part, tokens) for number, part in parts.items()]
         for stage in self.stages:
@@ -199,7 +200,9 @@ class Pipeline:
     ) -> Tensor:
         if number in kept:
             return kept[number][index]
-        received = self.boundary.new_empty((tokens.shape[0], *self.boundary.shape[1:]))
+        length = tokens.shape[1] * self.boundary.shape[1] // self.sequence_length
+        size = (tokens.shape[0], length, self.boundary.shape[2])
+        received = self.boundary.new_empty(size)
         dist.recv(received, group=self.group, group_src=self.rank_of_stage[number - 1])
         return received
 

@@ -1,51 +1,44 @@
-"""Continuing a prompt: lengths, ends, seeds, windows, and options that make no sense."""
+"""Continuing prompts: lengths, ends, seeds, neighbours, and options that make no sense."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from networks import EOS, VOCAB, Recomputing, small_decoder, small_model, successor, varied
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.generate import complete_text, generate
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer, train
+from fourfold.generate import Options, Session, generate
+from fourfold.generate.session import stream_seed
 
-VOCAB, EOS = 12, 11
-OPTIONS: dict[str, Any] = {"max_dec_len": 8, "eos_id": EOS, "seed": 1, "max_positions": 64}
-
-
-class Recorder:
-    """Logits that depend on the whole window, and a record of the windows seen."""
-
-    def __init__(self, eos_logit: float = -3.0) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.table = torch.randn(VOCAB, VOCAB, generator=generator)
-        self.table[:, EOS] = eos_logit
-        self.windows: list[list[list[int]]] = []
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        assert tokens.dtype == torch.int64
-        self.windows.append(tokens.tolist())
-        count = torch.arange(1, tokens.shape[1] + 1).view(1, -1, 1)
-        return self.table[tokens].cumsum(1) / count + self.table[tokens]  # (B, T, V)
+Model = Callable[[Tensor], Tensor]
 
 
-def successor(tokens: Tensor) -> Tensor:
-    """The token after n is n + 1, nearly certainly."""
-    return 20.0 * torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float()
+def run(model: Model, prompt: list[int], eos_id: int | None = EOS, **options: Any) -> Any:
+    """The new ids, an end of text included, of each continuation."""
+    options = {"max_dec_len": 8, "seed": 1, "top_k": 0} | options
+    [results] = generate(Recomputing(model), [prompt], Options(**options), eos_id=eos_id)
+    return [[token.id for token in result.tokens] for result in results]
 
 
-def greedy(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
-    return generate(model, prompt, **OPTIONS | {"decode_strategy": "greedy_search"} | options)
+def greedy(model: Model, prompt: list[int], **options: Any) -> Any:
+    return run(model, prompt, decode_strategy="greedy_search", **options)
 
 
 def test_greedy_takes_the_most_probable_and_stops_at_the_end() -> None:
     assert greedy(successor, [7]) == [[8, 9, 10, EOS]]
     assert greedy(successor, [7], max_dec_len=2) == [[8, 9]]
-    assert greedy(successor, [7], max_dec_len=0) == [[]]
     assert greedy(successor, [0], temperature=0.01, top_k=1) == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_the_result_has_no_end_of_text_and_says_why_it_ended() -> None:
+    options = Options(max_dec_len=4, decode_strategy="greedy_search")
+    results = generate(Recomputing(successor), [[7], [0], [6]], options, eos_id=EOS)
+    assert [one.ids for [one] in results] == [[8, 9, 10], [1, 2, 3, 4], [7, 8, 9, 10]]
+    assert [one.finish for [one] in results] == ["stop", "length", "length"]
 
 
 def test_minimum_counts_new_tokens() -> None:
@@ -72,71 +65,141 @@ def test_repetition_penalty_covers_the_prompt() -> None:
     assert greedy(flat, [0], max_dec_len=3, repetition_penalty=50.0) == [[1, 2, 3]]
 
 
-def test_empty_prompt_starts_from_the_end_of_text() -> None:
-    model = Recorder()
-    generate(model, [], **OPTIONS)
-    assert model.windows[0] == [[EOS]]
+def test_top_k_of_one_is_greedy() -> None:
+    assert run(varied(), [2], top_k=1) == greedy(varied(), [2])
+    assert run(varied(), [2], top_p=0.0) == greedy(varied(), [2])
 
 
 def test_a_seed_decides_everything() -> None:
-    first = generate(Recorder(), [1, 2], num_return_sequences=4, **OPTIONS)
-    assert generate(Recorder(), [1, 2], num_return_sequences=4, **OPTIONS) == first
+    first = run(varied(), [1, 2], num_return_sequences=4)
+    assert run(varied(), [1, 2], num_return_sequences=4) == first
     assert len({tuple(ids) for ids in first}) > 1
-    assert generate(Recorder(), [1, 2], num_return_sequences=4, **OPTIONS | {"seed": 2}) != first
+    assert run(varied(), [1, 2], num_return_sequences=4, seed=2) != first
     torch.manual_seed(99)
-    assert generate(Recorder(), [1, 2], num_return_sequences=4, **OPTIONS) == first
+    before = torch.get_rng_state()
+    assert run(varied(), [1, 2], num_return_sequences=4) == first
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_sequences_do_not_depend_on_their_neighbours() -> None:
-    eight = generate(Recorder(0.5), [3], num_return_sequences=8, **OPTIONS | {"max_dec_len": 20})
-    for count in (1, 3):
-        fewer = generate(
-            Recorder(0.5), [3], num_return_sequences=count, **OPTIONS | {"max_dec_len": 20}
-        )
-        assert fewer == eight[:count]
+def test_asking_for_more_does_not_change_the_first() -> None:
+    eight = run(varied(0.5), [3], num_return_sequences=8, max_dec_len=20)
+    for fewer in (1, 3):
+        assert run(varied(0.5), [3], num_return_sequences=fewer, max_dec_len=20) == eight[:fewer]
     assert len({len(ids) for ids in eight}) > 1
     for ids in eight:
         assert EOS not in ids[:-1]
         assert ids[-1] == EOS or len(ids) == 20
 
 
-def test_global_random_state_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    generate(Recorder(), [1], **OPTIONS)
-    assert torch.equal(torch.get_rng_state(), before)
+# One prompt alone, with others, with and without a cache
+
+PROMPTS = [[5], [7, 8, 9], list(range(20, 60)), [5, 6], [100, 3, 100, 3, 100], [150] * 17]
+LONG = {"max_dec_len": 22, "min_dec_len": 0, "num_return_sequences": 2, "seed": 3}
+STRATEGIES = [
+    {"decode_strategy": "greedy_search"},
+    {"top_k": 12, "top_p": 0.9, "temperature": 1.2},
+    {"top_p": 0.7, "repetition_penalty": 1.3},
+    {"top_k": 0},
+]
 
 
-def test_window_slides_over_the_last_positions() -> None:
-    model = Recorder(-30.0)
-    new = generate(model, [1, 2, 3, 4, 5], **OPTIONS | {"max_positions": 4})[0]
-    everything = [1, 2, 3, 4, 5, *new]
-    assert len(new) == 8
-    assert model.windows == [[everything[i + 1 : i + 5]] for i in range(8)]
+def ids_of(results: Any) -> Any:
+    return [[(one.ids, one.finish) for one in continuations] for continuations in results]
 
 
-def slow_generate(model: Any, prompt: list[int], seed_options: dict[str, Any]) -> list[int]:
-    """One sequence, one step at a time; the numbers drawn are taken from `generate`'s own rule."""
-    from fourfold.generate import _generator
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: "-".join(one))
+def test_a_batch_gives_what_each_prompt_gives_alone_and_without_a_cache(
+    strategy: dict[str, Any],
+) -> None:
+    options = Options(**LONG | strategy)
+    decoder = small_decoder()
+    endless = generate(decoder, PROMPTS, options, eos_id=None)
+    eos_id = endless[1][0].ids[7]  # so that sequences end at different times
+    together = ids_of(generate(decoder, PROMPTS, options, eos_id=eos_id))
+    assert len({len(ids) for continuations in together for ids, _ in continuations}) > 1
+    for slots in (1, 3):
+        few = generate(decoder, PROMPTS, options, eos_id=eos_id, max_slots=slots)
+        assert ids_of(few) == together
+    plain = Recomputing(small_model())
+    for prompt, expected in zip(PROMPTS, together):
+        assert ids_of(generate(decoder, [prompt], options, eos_id=eos_id)) == [expected]
+        assert ids_of(generate(plain, [prompt], options, eos_id=eos_id)) == [expected]
 
-    generator = _generator(seed_options["seed"], 0)
+
+def test_sequences_may_come_and_go_at_any_time() -> None:
+    options = Options(max_dec_len=9, top_k=30, seed=4)
+    expected = [one.ids for [one] in generate(small_decoder(), PROMPTS, options, eos_id=None)]
+    session = Session(small_decoder(), eos_id=None, slots=3)
+    produced: dict[int, list[int]] = {}
+    names = [session.add(PROMPTS[0], options)]
+    for arrival in range(1, 40):
+        for token in session.step():
+            produced.setdefault(token.sequence, []).append(token.id)
+        assert session.running <= 3
+        if arrival % 3 == 0 and len(names) < len(PROMPTS):
+            names.append(session.add(PROMPTS[len(names)], options))
+    assert not session.running and not session.waiting
+    assert [produced[name] for name in names] == expected
+
+
+def test_a_cancelled_sequence_leaves_the_others_alone() -> None:
+    options = Options(max_dec_len=9, top_k=30, seed=4)
+    expected = [one.ids for [one] in generate(small_decoder(), PROMPTS, options, eos_id=None)]
+    session = Session(small_decoder(), eos_id=None, slots=4)
+    names = [session.add(prompt, options) for prompt in PROMPTS]
+    produced: dict[int, list[int]] = {name: [] for name in names}
+    step = 0
+    while session.running or session.waiting:
+        for token in session.step():
+            produced[token.sequence].append(token.id)
+        step += 1
+        if step == 3:
+            session.cancel(names[1])
+            session.cancel(names[5])  # still waits
+            session.cancel(99)
+    assert 0 < len(produced[names[1]]) < 9 and produced[names[5]] == []
+    for number in (0, 2, 3, 4):
+        assert produced[names[number]] == expected[number]
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    options = Options(max_dec_len=5, top_k=3, temperature=0.7, alternatives=4, seed=2)
+    model = small_model()
+    [[result]] = generate(small_decoder(), [[9, 8, 7]], options, eos_id=0)
+    everything = torch.tensor([[9, 8, 7, *(token.id for token in result.tokens)]])
+    logprobs = torch.log_softmax(model(everything)[0].detach(), -1)
+    for place, token in enumerate(result.tokens, start=2):
+        assert token.logprob == pytest.approx(float(logprobs[place, token.id]), abs=1e-4)
+        best, ids = logprobs[place].topk(4)
+        assert [one for one, _ in token.alternatives] == ids.tolist()
+        assert [p for _, p in token.alternatives] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+# The rules again, one sequence and one step at a time
+
+
+def slow_generate(model: Model, prompt: list[int], options: dict[str, Any]) -> list[int]:
+    import random
+
+    source = random.Random(stream_seed(options["seed"], prompt, 0))
     tokens, new = list(prompt), []
-    for step in range(seed_options["max_dec_len"]):
+    for step in range(options["max_dec_len"]):
         row = model(torch.tensor([tokens]))[0, -1].double()
-        if step < seed_options["min_dec_len"]:
+        if step < options["min_dec_len"]:
             row[EOS] = -torch.inf
         for token in set(tokens):
-            penalty = seed_options["repetition_penalty"]
+            penalty = options["repetition_penalty"]
             row[token] = row[token] * penalty if row[token] < 0 else row[token] / penalty
-        weights = torch.softmax(row / seed_options["temperature"], -1).tolist()
-        threshold = sorted(weights, reverse=True)[seed_options["top_k"] - 1]
+        weights = torch.softmax(row / options["temperature"], -1).tolist()
+        threshold = sorted(weights, reverse=True)[options["top_k"] - 1]
         weights = [w if w >= threshold else 0.0 for w in weights]
         total = 0.0
         for token in sorted(range(VOCAB), key=lambda i: (-weights[i], i)):
-            dropped = total > seed_options["top_p"]
+            dropped = total > options["top_p"]
             total += weights[token]
             if dropped:
                 weights[token] = 0.0
-        target = torch.rand(1, generator=generator, dtype=torch.float64).item() * sum(weights)
+        target = source.random() * sum(weights)
         chosen, reached = -1, 0.0
         while reached <= target:
             chosen += 1
@@ -159,23 +222,21 @@ def test_sampling_equals_the_slow_reading(seed: int) -> None:
         "repetition_penalty": 1.2,
         "seed": seed,
     }
-    expected = slow_generate(Recorder(0.2), [4, 5], options)
-    assert generate(Recorder(0.2), [4, 5], eos_id=EOS, max_positions=64, **options) == [expected]
+    expected = slow_generate(varied(0.2), [4, 5], options)
+    assert run(varied(0.2), [4, 5], **options) == [expected]
 
 
-def test_top_k_of_one_is_greedy() -> None:
-    assert generate(Recorder(), [2], **OPTIONS | {"top_k": 1}) == greedy(Recorder(), [2])
-    assert generate(Recorder(), [2], **OPTIONS | {"top_p": 0.0}) == greedy(Recorder(), [2])
+# Nothing runs
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"decode_strategy": "beam_search"}, "'beam_search' is not available"),
-        ({"decode_strategy": "best"}, "'best' is unknown; choose sampling or greedy_search"),
-        ({"max_dec_len": -1}, "max_dec_len=-1 is negative"),
+        ({"decode_strategy": "best"}, "'best' is unknown; choose sampling, greedy_search or beam"),
+        ({"max_dec_len": -1}, "max_dec_len=-1"),
+        ({"max_dec_len": 0}, "max_dec_len=0"),
         ({"min_dec_len": -1}, "min_dec_len=-1"),
-        ({"min_dec_len": 9}, "min_dec_len=9 does not lie between 0 and max_dec_len=8"),
+        ({"min_dec_len": 17}, "min_dec_len=17 does not lie between 0 and max_dec_len=16"),
         ({"top_k": -1}, "top_k=-1 is negative"),
         ({"top_p": 1.01}, r"top_p=1\.01 is not a probability"),
         ({"top_p": -0.1}, r"top_p=-0\.1"),
@@ -185,60 +246,53 @@ def test_top_k_of_one_is_greedy() -> None:
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
         ({"num_return_sequences": 0}, "num_return_sequences=0"),
-        ({"max_positions": 0}, "max_positions=0"),
-        ({"eos_id": None, "force_eos": True}, "force_eos needs an end-of-text id"),
+        ({"num_beams": 3}, "num_beams=3 does not go with decode_strategy='sampling'"),
+        ({"alternatives": -1}, "alternatives=-1"),
+        ({"decode_strategy": "beam_search"}, "num_beams=0 is too few"),
+        ({"decode_strategy": "beam_search", "num_beams": 2, "top_k": 5}, "top_k=5 does not go"),
+        ({"decode_strategy": "beam_search", "num_beams": 2, "top_p": 0.5}, "top_p=0.5 does not"),
+        (
+            {"decode_strategy": "beam_search", "num_beams": 2, "num_return_sequences": 3},
+            "num_beams=2 is too few for beam_search with num_return_sequences=3",
+        ),
     ],
 )
-def test_senseless_options_are_refused_before_the_model_runs(
-    wrong: dict[str, Any], message: str
-) -> None:
-    model = Recorder()
+def test_senseless_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        generate(model, [1], **OPTIONS | wrong)
-    assert model.windows == []
+        Options(**wrong)
 
 
-def test_empty_prompt_without_an_end_is_refused() -> None:
-    with pytest.raises(UserError, match="the prompt is empty"):
-        generate(Recorder(), [], **OPTIONS | {"eos_id": None})
+@pytest.mark.parametrize("strategy", ["sampling", "beam_search"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([3, VOCAB], "ids from 3 to 12, and the vocabulary goes from 0 to 11"),
+        ([3, -1], "ids from -1 to 3"),
+        ([1] * 60, "60 tokens, which with max_dec_len=5 is more than the 64 .* max_dec_len to 4"),
+        ([1] * 64, "64 tokens.*positions there are; shorten the prompt"),
+    ],
+)
+def test_impossible_prompts_are_refused_before_any_is_read(
+    prompt: list[int], message: str, strategy: str
+) -> None:
+    network = Recomputing(successor)
+    beams = 2 if strategy == "beam_search" else 0
+    options = Options(max_dec_len=5, decode_strategy=strategy, num_beams=beams)
+    with pytest.raises(UserError, match=message):
+        generate(network, [[1], prompt], options, eos_id=EOS, vocab_size=VOCAB)
+    assert network.windows == []
+
+
+def test_prompt_and_continuation_may_fill_the_last_position() -> None:
+    options = Options(max_dec_len=4, decode_strategy="greedy_search")
+    prompt = list(range(60))
+    expected = generate(Recomputing(small_model()), [prompt], options, eos_id=None)
+    results = generate(small_decoder(), [prompt], options, eos_id=None)
+    assert ids_of(results) == ids_of(expected) and len(results[0][0].ids) == 4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_diverged_model_is_said(value: float) -> None:
     with pytest.raises(UserError, match="logits are not finite"):
         greedy(lambda tokens: torch.full((*tokens.shape, VOCAB), value), [1])
-
-
-# Text
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train(["the cat sat on the mat"], 262)
-
-
-def spelling(tokenizer: Tokenizer, text: str, width: int) -> Any:
-    """A model that writes `text` and then ends, with a padded vocabulary it would rather use."""
-    script = [*tokenizer.encode(text), tokenizer.eos_id]
-
-    def model(tokens: Tensor) -> Tensor:
-        logits = torch.zeros(*tokens.shape, width)
-        logits[:, -1, script[min(model.step, len(script) - 1)]] = 50.0
-        logits[..., tokenizer.vocab_size :] = 99.0
-        model.step += 1
-        return logits
-
-    model.step = 0  # type: ignore[attr-defined]
-    return model
-
-
-def test_complete_text_is_prompt_and_continuation_without_marker(tokenizer: Tokenizer) -> None:
-    model = spelling(tokenizer, " sat on the mät", width=384)
-    options = {"max_dec_len": 40, "seed": 0, "max_positions": 64, "num_return_sequences": 2}
-    assert complete_text(model, tokenizer, "the cat", **options) == ["the cat sat on the mät"] * 2
-
-
-def test_complete_text_treats_the_prompt_as_text(tokenizer: Tokenizer) -> None:
-    model = spelling(tokenizer, "!", width=262)
-    options = {"max_dec_len": 5, "seed": 0, "max_positions": 64}
-    assert complete_text(model, tokenizer, END_OF_TEXT, **options) == [END_OF_TEXT + "!"]

@@ -16,7 +16,9 @@ from fourfold.generate.sampling import (
     force_token,
     keep_top_k,
     keep_top_p,
+    likely_enough,
     penalise_repetition,
+    sample,
 )
 
 INF = math.inf
@@ -31,6 +33,13 @@ def probabilities(max_batch: int = 4) -> st.SearchStrategy[Tensor]:
     row = st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.2, 0.5, 3.0]), min_size=6, max_size=6)
     batch = st.lists(row.filter(any), min_size=1, max_size=max_batch)
     return batch.map(lambda values: torch.tensor(values)).map(lambda t: t / t.sum(-1, keepdim=True))
+
+
+def over_all(kept: tuple[Tensor, Tensor], vocabulary: int) -> Tensor:
+    """Candidates and their ids as a row over the whole vocabulary."""
+    probabilities, ids = kept
+    assert (ids.diff(dim=-1) > 0).all()
+    return torch.zeros(len(ids), vocabulary).scatter(1, ids, probabilities)
 
 
 def test_forbid_eos() -> None:
@@ -54,7 +63,6 @@ def test_force_token() -> None:
 @pytest.mark.parametrize(
     ("k", "expected"),
     [
-        (0, [0.1, 0.4, 0.2, 0.2, 0.1]),
         (1, [0.0, 0.4, 0.0, 0.0, 0.0]),
         (2, [0.0, 0.4, 0.2, 0.2, 0.0]),  # both share the second place
         (3, [0.0, 0.4, 0.2, 0.2, 0.0]),
@@ -63,7 +71,8 @@ def test_force_token() -> None:
     ],
 )
 def test_keep_top_k(k: int, expected: list[float]) -> None:
-    kept = keep_top_k(rows([0.1, 0.4, 0.2, 0.2, 0.1], [1.0, 0.0, 0.0, 0.0, 0.0]), k)
+    both = rows([0.1, 0.4, 0.2, 0.2, 0.1], [1.0, 0.0, 0.0, 0.0, 0.0])
+    kept = over_all(keep_top_k(both, k), 5)
     torch.testing.assert_close(kept[0], torch.tensor(expected))
     assert kept[1].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -87,8 +96,9 @@ def test_keep_top_p(p: float, expected: list[float]) -> None:
 
 def test_top_p_is_a_share_of_the_full_distribution() -> None:
     """top_k=2 leaves a mass of 0.5; renormalised, the first token alone would exceed p=0.45."""
-    top_two = keep_top_k(rows([0.3, 0.2, 0.18, 0.17, 0.15]), 2)
-    torch.testing.assert_close(keep_top_p(top_two, 0.45), rows([0.3, 0.2, 0.0, 0.0, 0.0]))
+    top_two, ids = keep_top_k(rows([0.3, 0.2, 0.18, 0.17, 0.15]), 2)
+    kept = over_all((keep_top_p(top_two, 0.45), ids), 5)
+    torch.testing.assert_close(kept, rows([0.3, 0.2, 0.0, 0.0, 0.0]))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,35 @@ def slow_penalty(row: list[float], seen: set[int], penalty: float) -> list[float
 @settings(deadline=None)
 @given(batch=probabilities(), k=st.integers(1, 9))
 def test_top_k_equals_the_slow_reading(batch: Tensor, k: int) -> None:
-    assert keep_top_k(batch, k).tolist() == [slow_top_k(row, k) for row in batch.tolist()]
+    kept = over_all(keep_top_k(batch, k), batch.shape[1])
+    assert kept.tolist() == [slow_top_k(row, k) for row in batch.tolist()]
+
+
+def test_a_first_look_that_ends_among_equals_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which of the equals it saw is chance, and of them the lowest ids come first."""
+    monkeypatch.setattr("fourfold.generate.sampling.FIRST_LOOK", 4)
+    batch = rows([0.1, 0.1, 0.1, 0.1, 0.2, 0.1, 0.3])
+    assert likely_enough(batch, 0.45)[1].shape == (1, 4)
+    assert likely_enough(batch, 0.65)[1].shape == (1, 7)
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("p", [0.1, 0.6, 0.99])
+def test_a_first_look_finds_all_that_top_p_keeps(
+    sharpness: float, p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold.generate.sampling.FIRST_LOOK", 16)
+    generator = torch.Generator().manual_seed(2)
+    # Whole numbers, so that many tokens are equally probable, at the edge of the look too.
+    logits = sharpness * torch.randn(3, 200, generator=generator).round()
+    batch = torch.softmax(logits, dim=-1)
+    candidates, ids = likely_enough(batch, p)
+    kept = over_all((keep_top_p(candidates, p), ids), 200)
+    assert torch.equal(kept, keep_top_p(batch, p))
+    uniforms = torch.rand(3, generator=generator, dtype=torch.float64)
+    assert torch.equal(sample(logits, 0, p, 1.0, uniforms), draw(kept, uniforms))
 
 
 @settings(deadline=None)

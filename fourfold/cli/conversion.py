@@ -1,0 +1,50 @@
+"""`fourfold convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Format = Literal["hf", "fourfold", "fleetx", "megatron"]
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A checkpoint of any of the formats, or a .tgz.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The new directory to write.")],
+    to: Annotated[Format, typer.Option(help="The format to write.")],
+    num_attention_heads: Annotated[
+        int | None,
+        typer.Option(min=1, help="For FleetX files, which do not say how many heads there are."),
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Keep this many rows of a padded vocabulary.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer, where the source has none beside it.")
+    ] = None,
+) -> None:
+    """Convert a checkpoint between Fourfold, Hugging Face, FleetX and Megatron."""
+    from fourfold.convert import convert as write
+
+    done = write(
+        source,
+        target,
+        to,
+        num_attention_heads=num_attention_heads,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+    )
+    for note in done.notes:
+        print(f"note: {note}")
+    sizes = done.model
+    print(
+        f"{target}: {to} from {done.source}, {sizes['num_layers']} layers of "
+        f"{sizes['hidden_size']}, {sizes['num_attention_heads']} heads, vocabulary of "
+        f"{sizes['vocab_size']}"
+    )
+    if to == "fourfold" and done.has_tokenizer:
+        print(f"Write text: fourfold generate -c {target / 'config.yaml'} --prompt TEXT")

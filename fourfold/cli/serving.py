@@ -1,0 +1,59 @@
+"""`fourfold serve`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.errors import UserError
+
+
+def serve(
+    config: ConfigFile,
+    override: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; any but this machine's own needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is any that is free.")
+    ] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the token clients must send; else FOURFOLD_TOKEN of the environment."
+        ),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Texts written at once; others wait.")] = 8,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Texts that may wait; beyond, requests are refused.")
+    ] = 128,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds a request may take in all.")
+    ] = 300.0,
+) -> None:
+    """Serve a trained model over HTTP: OpenAI's API and a page to play with."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"serve needs {' and '.join(missing)}, not installed here; "
+            "run pip install 'fourfold[serve]'"
+        )
+    from fourfold.config import load_config
+    from fourfold.serve import Limits, read_token
+    from fourfold.serve import serve as serve_model
+
+    serve_model(
+        load_config(config, override or []),
+        config.stem,
+        host=host,
+        port=port,
+        token=read_token(token_file),
+        slots=slots,
+        limits=Limits(waiting=queue, request_seconds=timeout),
+        on_notice=lambda text: print(text, file=sys.stderr, flush=True),
+    )

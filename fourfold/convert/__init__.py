@@ -1,0 +1,23 @@
+"""Doors to other tools: checkpoints of Hugging Face, FleetX and Megatron in and out.
+
+    open_weights(path)              what kind of checkpoint this is
+    load_foreign(path)              the model behind it, by our names; nothing is read yet
+    convert(source, target, to)     a new directory in another format
+
+No foreign file runs anything: pickles are read by a machine that builds containers only
+(pickles.py), torch and Paddle files by readers on top of it. Tensors are read one at a time.
+"""
+
+from fourfold.convert.conversion import Converted, convert
+from fourfold.convert.detect import Source, load_foreign, open_weights
+from fourfold.convert.foreign import ForeignModel, Kind
+
+__all__ = [
+    "Converted",
+    "ForeignModel",
+    "Kind",
+    "Source",
+    "convert",
+    "load_foreign",
+    "open_weights",
+]

@@ -1,0 +1,205 @@
+"""`ForeignModel`: a model of any format, seen with Fourfold's names.
+
+    model     keys of the `Model` section: sizes, heads, dropout
+    stored    every weight under our name (without "model."), in our order, checked
+    tensors() the same, read one at a time
+    tokenizer a place `Tokenizer.load` knows, or None
+    notes     what was decided on the way, one sentence each
+
+What the tensors themselves say (layers, widths, vocabulary) is measured, never believed from a
+description; a description that says otherwise is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fourfold.convert.stored import Stored, first_rows
+from fourfold.errors import CheckpointError
+from fourfold.model import ModelShape
+
+Kind = Literal["fourfold", "hf", "fleetx", "megatron"]
+
+NAMES_SHOWN = 3
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
+
+
+@dataclass
+class ForeignModel:
+    kind: Kind
+    path: Path
+    model: dict[str, int | float]
+    stored: dict[str, Stored]
+    tokenizer: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(**self.model)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest type among the weights."""
+        return max((s.dtype for s in self.stored.values()), key=lambda dtype: dtype.itemsize)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by our name, read when it is asked for, in the type it is stored in."""
+        for name, source in self.stored.items():
+            yield name, source.read()
+
+    def trim_vocabulary(self, rows: int) -> None:
+        """Keep the first `rows` of the token embedding: a padded vocabulary's own tokens."""
+        word = self.stored["embeddings.word.weight"]
+        if not 0 < rows <= word.shape[0]:
+            raise CheckpointError(
+                f"{self.path}: vocabulary of {rows} asked for, but it has {word.shape[0]} rows; "
+                "rows can be cut off and not invented"
+            )
+        if rows < word.shape[0]:
+            self.notes.append(f"vocabulary cut from {word.shape[0]} to {rows} rows")
+        self.stored["embeddings.word.weight"] = first_rows(word, rows)
+        self.model["vocab_size"] = rows
+
+    def close(self) -> None:
+        """Give back the place an archive was unpacked to."""
+        self.closing.close()
+
+    def __enter__(self) -> ForeignModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def expected_shapes(
+    vocab_size: int, hidden_size: int, num_layers: int, ffn_hidden_size: int, positions: int
+) -> dict[str, tuple[int, ...]]:
+    """Our name -> shape of every weight of such a model, in our order."""
+    wide, narrow = ffn_hidden_size, hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word.weight": (vocab_size, narrow),
+        "embeddings.position.weight": (positions, narrow),
+    }
+    linear = {
+        "attn.qkv": (3 * narrow, narrow),
+        "attn.out": (narrow, narrow),
+        "mlp.up": (wide, narrow),
+        "mlp.down": (narrow, wide),
+    }
+    for i in range(num_layers):
+        for part in ("norm1", "attn.qkv", "attn.out", "norm2", "mlp.up", "mlp.down"):
+            weight = linear.get(part, (narrow,))
+            shapes[f"layers.{i}.{part}.weight"] = weight
+            shapes[f"layers.{i}.{part}.bias"] = weight[:1]
+    return shapes | {"norm.weight": (narrow,), "norm.bias": (narrow,)}
+
+
+def assemble(
+    kind: Kind,
+    path: Path,
+    found: dict[str, Stored],
+    heads: int,
+    declared: dict[str, int],
+    **rest: Any,
+) -> ForeignModel:
+    """A checked `ForeignModel` of the tensors `found`, by our names.
+
+    `declared` is what a description says under the names of the `Model` section; `rest` goes to
+    `ForeignModel`, except `options`, which are keys of the `Model` section that are no sizes.
+    """
+    options: dict[str, float] = rest.pop("options", {})
+    model = _measure(path, found)
+    for key, said in declared.items():
+        if said != model[key]:
+            raise CheckpointError(
+                f"{path}: its description says {key}={said}, but the weights have {model[key]}; "
+                "files of two models are mixed, or some are missing"
+            )
+    if heads < 1 or model["hidden_size"] % heads:
+        raise CheckpointError(
+            f"{path}: {heads} attention heads do not divide the hidden size "
+            f"{model['hidden_size']}; check the number of heads"
+        )
+    positions = model["max_position_embeddings"]
+    sizes = {key: size for key, size in model.items() if key != "max_position_embeddings"}
+    shapes = expected_shapes(**sizes, positions=positions)
+    _check(path, found, shapes)
+    stored = {name: found[name] for name in shapes}
+    return ForeignModel(
+        kind, path, {**model, "num_attention_heads": heads, **options}, stored, **rest
+    )
+
+
+def _measure(path: Path, found: dict[str, Stored]) -> dict[str, int]:
+    def size(name: str, axis: int) -> int:
+        source = found.get(name)
+        if source is None or len(source.shape) != 2:
+            what = "missing" if source is None else f"{source}, not a matrix"
+            raise CheckpointError(f"{path} is no whole GPT: its {name} is {what}")
+        return source.shape[axis]
+
+    numbers = {int(match[1]) for name in found if (match := _LAYER.match(name))}
+    if numbers != set(range(len(numbers))) or not numbers:
+        absent = min(set(range(len(numbers) + 1)) - numbers)
+        raise CheckpointError(
+            f"{path} is no whole GPT: layer {absent} is missing; is a pipeline stage not there?"
+        )
+    return {
+        "vocab_size": size("embeddings.word.weight", 0),
+        "hidden_size": size("embeddings.word.weight", 1),
+        "num_layers": len(numbers),
+        "ffn_hidden_size": size("layers.0.mlp.up.weight", 0),
+        "max_position_embeddings": size("embeddings.position.weight", 0),
+    }
+
+
+def _check(path: Path, found: dict[str, Stored], shapes: dict[str, tuple[int, ...]]) -> None:
+    missing = [name for name in shapes if name not in found]
+    unexpected = [name for name in found if name not in shapes]
+    different = [
+        f"{name} ({found[name]}, not {list(shape)})"
+        for name, shape in shapes.items()
+        if name in found and (found[name].shape != shape or found[name].dtype not in FLOATS)
+    ]
+    complaints = [
+        f"{len(names)} {what}: {', '.join(names[:NAMES_SHOWN])}"
+        + (", ..." if len(names) > NAMES_SHOWN else "")
+        for names, what in (
+            (missing, "missing"),
+            (unexpected, "too many"),
+            (different, "of another shape or type"),
+        )
+        if names
+    ]
+    if complaints:
+        raise CheckpointError(
+            f"{path} is no GPT that Fourfold can express, by our names: {'; '.join(complaints)}"
+        )
+
+
+def check_tied(path: Path, head: str, copy: Stored, word: Stored | None) -> None:
+    """Raise unless a stored output head is the token embedding once more."""
+    if word is not None and copy.shape == word.shape and torch.equal(copy.read(), word.read()):
+        return
+    raise CheckpointError(
+        f"{path}: {head} is not the token embedding; Fourfold's head is tied to it, so this "
+        "model cannot be expressed"
+    )
+
+
+def count_of(path: Path, what: str, value: Any) -> int:
+    """A size from a description, which may be anything."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+        return value
+    raise CheckpointError(f"{path}: {what} is no sensible number; the file is damaged")

@@ -1,0 +1,219 @@
+"""Hugging Face GPT-2 directories, in: `config.json` and safetensors or `pytorch_model.bin` files.
+
+GPT-2's Conv1D stores (in, out), the transpose of ours, and the columns of `c_attn` as all q, all
+k, all v. What a configuration may ask for and our model does not have is refused with its name;
+scaling attention by layer is put into the weights instead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fourfold.convert.files import find_tokenizer, read_json
+from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
+from fourfold.convert.stored import Stored, heads_from_blocks, queries_scaled, transposed
+from fourfold.convert.torch_files import read_torch_file
+from fourfold.errors import CheckpointError
+
+CONFIG = "config.json"
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WEIGHT_FILES = (SAFETENSORS, SAFETENSORS_INDEX, TORCH, TORCH_INDEX)
+
+# The same function under three names.
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+_PARTS = {
+    "ln_1": "norm1",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.out",
+    "ln_2": "norm2",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+FOREIGN_PARTS = {ours: theirs for theirs, ours in _PARTS.items()}
+_LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,6})\.([a-z0-9_.]+)\.(weight|bias)")
+_MASKS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Settings of a network that ours is not: key, the values that are ours.
+_REFUSED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("model_type", ("gpt2",)),
+    ("activation_function", TANH_GELU),
+    ("layer_norm_epsilon", (1e-5,)),
+    ("tie_word_embeddings", (True,)),
+    ("add_cross_attention", (False,)),
+    ("auto_map", ()),
+    ("quantization_config", ()),
+)
+
+
+def read_huggingface(directory: Path) -> ForeignModel:
+    path = directory / CONFIG
+    config = read_json(path)
+    if "model_type" not in config:
+        raise CheckpointError(f"{path} names no model_type; Fourfold reads gpt2")
+    for key, ours in _REFUSED:
+        if config.get(key) not in (*ours, None):
+            allowed = f"; it has {' or '.join(map(repr, ours))}" if ours else ""
+            raise CheckpointError(
+                f"{path}: {key}={_short(config[key])} is not what Fourfold's GPT has{allowed}"
+            )
+    heads = count_of(path, "n_head", config.get("n_head"))
+    found, notes = _by_our_names(directory, heads, config)
+    width = config.get("n_inner") or 4 * count_of(path, "n_embd", config.get("n_embd"))
+    named = {"vocab_size": "vocab_size", "n_embd": "hidden_size", "n_layer": "num_layers"}
+    named |= {"n_positions": "max_position_embeddings"}
+    return assemble(
+        "hf",
+        directory,
+        found,
+        heads,
+        declared={
+            "ffn_hidden_size": width,
+            **{ours: config[key] for key, ours in named.items() if config.get(key) is not None},
+        },
+        options=_options(config, notes),
+        tokenizer=find_tokenizer(directory),
+        notes=notes,
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _options(config: dict[str, Any], notes: list[str]) -> dict[str, float]:
+    named = {
+        "resid_pdrop": "hidden_dropout_prob",
+        "attn_pdrop": "attention_probs_dropout_prob",
+        "initializer_range": "initializer_range",
+    }
+    options = {
+        ours: float(config[key])
+        for key, ours in named.items()
+        if isinstance(config.get(key), int | float) and 0 <= config[key] < 1
+    }
+    embedding = config.get("embd_pdrop", config.get("resid_pdrop"))
+    if embedding != config.get("resid_pdrop"):
+        notes.append(
+            f"embd_pdrop={_short(embedding)} differs from resid_pdrop; hidden_dropout_prob is the "
+            "latter, for both"
+        )
+    return options
+
+
+def _by_our_names(
+    directory: Path, heads: int, config: dict[str, Any]
+) -> tuple[dict[str, Stored], list[str]]:
+    found, notes, head = {}, [], None
+    for name, source in _weights(directory).items():
+        if _MASKS.fullmatch(name):
+            continue
+        if name == "lm_head.weight":
+            head = source
+            continue
+        match = _LAYER.fullmatch(name)
+        ours = _our_name(name, match)
+        if match and len(source.shape) == 2:
+            source = transposed(source)
+        if match and ".attn.qkv." in ours:
+            source = heads_from_blocks(source, heads)
+            factor = _query_factor(config, int(match[1]), source.shape[0] // (3 * heads))
+            if factor != 1.0:
+                source = queries_scaled(source, heads, factor)
+        found[ours] = source
+    if head is not None:
+        check_tied(directory, "lm_head.weight", head, found.get("embeddings.word.weight"))
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        notes.append("scale_attn_by_inverse_layer_idx: the queries were divided by their layer")
+    if config.get("scale_attn_weights") is False:
+        notes.append("scale_attn_weights off: the queries were multiplied by sqrt(head size)")
+    return found, notes
+
+
+def _our_name(name: str, layer: re.Match[str] | None) -> str:
+    if layer:
+        part = _PARTS.get(layer[2])
+        return f"layers.{layer[1]}.{part}.{layer[3]}" if part else name
+    known = {
+        "wte.weight": "embeddings.word.weight",
+        "wpe.weight": "embeddings.position.weight",
+        "ln_f.weight": "norm.weight",
+        "ln_f.bias": "norm.bias",
+    }
+    return known.get(name.removeprefix("transformer."), name)
+
+
+def _query_factor(config: dict[str, Any], layer: int, head_size: int) -> float:
+    """What makes our attention, always scaled by 1/sqrt(head size), that of the configuration."""
+    factor = 1.0
+    if config.get("scale_attn_weights") is False:
+        factor *= math.sqrt(head_size)
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        factor /= layer + 1
+    return factor
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def _weights(directory: Path) -> dict[str, Stored]:
+    """Every tensor of the directory by its name there; safetensors before pickles."""
+    for whole, index in ((SAFETENSORS, SAFETENSORS_INDEX), (TORCH, TORCH_INDEX)):
+        read = _read_safetensors if whole == SAFETENSORS else _read_torch
+        if (directory / index).is_file():
+            return _indexed(directory / index, read)
+        if (directory / whole).is_file():
+            return read(directory / whole)
+    raise CheckpointError(f"{directory} holds none of {', '.join(WEIGHT_FILES)}")
+
+
+def _indexed(index: Path, read: Any) -> dict[str, Stored]:
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in files.values()
+    ):
+        raise CheckpointError(f"{index} is damaged: its weight_map must name files beside it")
+    held = {file: read(index.parent / file) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in held[file]:
+            raise CheckpointError(f"{index} says that {name[:100]!r} is in {file}, where it is not")
+    return {name: held[file][name] for name, file in files.items()}
+
+
+def _read_safetensors(path: Path) -> dict[str, Stored]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        file = safe_open(path, framework="pt")
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
+
+    def stored(name: str) -> Stored:
+        dtype = _DTYPES.get(slices[name].get_dtype(), torch.int64)
+
+        def read() -> Tensor:
+            return file.get_tensor(name)
+
+        return Stored(tuple(slices[name].get_shape()), dtype, read)
+
+    return {name: stored(name) for name in slices}
+
+
+def _read_torch(path: Path) -> dict[str, Stored]:
+    content = read_torch_file(path)
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Stored) for name, value in content.items()
+    ):
+        raise CheckpointError(f"{path} holds no dictionary of tensors")
+    return content

@@ -1,0 +1,357 @@
+"""Megatron-LM and Megatron-DeepSpeed checkpoints of the `torch` format, in and out.
+
+    latest_checkpointed_iteration.txt        names iter_XXXXXXX or release
+    iter_XXXXXXX/mp_rank_TT[_PPP]/model_optim_rng.pt, or model_rng.pt
+
+Tensor and pipeline ranks are merged, virtual stages too. Both naming schemes are read: the classic
+one (`language_model.encoder.layers.0.self_attention.query_key_value`) and megatron.core's
+(`decoder.layers.0.self_attention.linear_qkv`). Written is the classic one, for one rank.
+
+The rows of qkv are ours, head by head, since checkpoint version 2.0; version 1.0 has triples
+(q, k, v) within each head and version 0 all q, all k, all v of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.convert.files import find_tokenizer, read_small
+from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
+from fourfold.convert.pickles import Record
+from fourfold.convert.scratch import disk_tensor
+from fourfold.convert.stored import Stored, heads_from_blocks, heads_from_triples, joined
+from fourfold.convert.torch_files import Namespace, read_torch_file
+from fourfold.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
+STEP = re.compile(r"iter_\d{7}|release")
+
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+MAX_DEPTH = 8
+MAX_NAMES = 100_000
+
+_PARTS = {
+    "input_layernorm": "norm1",
+    "input_norm": "norm1",
+    "attention.query_key_value": "attn.qkv",
+    "self_attention.query_key_value": "attn.qkv",
+    "self_attention.linear_qkv": "attn.qkv",
+    "attention.dense": "attn.out",
+    "self_attention.dense": "attn.out",
+    "self_attention.linear_proj": "attn.out",
+    "post_attention_layernorm": "norm2",
+    "post_attention_norm": "norm2",
+    "pre_mlp_layernorm": "norm2",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+    "mlp.linear_fc2": "mlp.down",
+}
+# Transformer Engine puts a norm into the linear layer behind it.
+_MERGED_NORMS = {"self_attention.linear_qkv": "norm1", "mlp.linear_fc1": "norm2"}
+_WHOLE_NAMES = {
+    "embedding.word_embeddings.weight": "embeddings.word.weight",
+    "embedding.position_embeddings.weight": "embeddings.position.weight",
+    "word_embeddings_for_head.weight": "head",
+    "output_layer.weight": "head",
+}
+_LAYER = re.compile(
+    r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.([a-z0-9_.]+?)\."
+    r"(layer_norm_)?(weight|bias)"
+)
+_FINAL = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)")
+_OUR_LAYER = re.compile(r"layers\.(\d+)\.")
+_WRAPPERS = re.compile(r"^(?:module\.)*(?:language_model\.)?")
+
+# The axis along which tensor ranks hold pieces; all else is the same on every rank.
+_PIECES = {
+    "attn.qkv.weight": 0,
+    "attn.qkv.bias": 0,
+    "attn.out.weight": 1,
+    "mlp.up.weight": 0,
+    "mlp.up.bias": 0,
+    "mlp.down.weight": 1,
+    "embeddings.word.weight": 0,
+    "head": 0,
+}
+
+# Arguments of a model that ours is not: key, the values that are ours, what it means.
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("swiglu", (False,), "SwiGLU"),
+    ("squared_relu", (False,), "squared ReLU"),
+    ("normalization", ("LayerNorm",), "another norm than LayerNorm"),
+    ("apply_layernorm_1p", (False,), "norm weights stored less one"),
+    ("layernorm_epsilon", (1e-5,), "another layernorm_epsilon than 1e-5"),
+    ("norm_epsilon", (1e-5,), "another norm_epsilon than 1e-5"),
+    ("apply_residual_connection_post_layernorm", (False,), "residuals taken after the norm"),
+    ("position_embedding_type", ("learned_absolute",), "positions that are not learned"),
+    ("use_rotary_position_embeddings", (False,), "rotary positions"),
+    ("untie_embeddings_and_output_weights", (False,), "a head of its own"),
+    ("add_bias_linear", (True,), "linear layers without bias"),
+    ("group_query_attention", (False,), "grouped queries"),
+    ("multi_latent_attention", (False,), "latent attention"),
+    ("num_experts", ([1], 1), "experts"),
+    ("onnx_safe", (False,), "the exact GELU in place of the tanh form"),
+)
+
+_OPTIONS = {
+    "hidden_dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "init_method_std": "initializer_range",
+}
+
+
+# --- in ---------------------------------------------------------------------------------------
+
+
+def read_megatron(directory: Path, heads: int | None = None) -> ForeignModel:
+    """The model in `directory`: one with the tracker file, or one of its steps.
+
+    `heads` is for files too old to carry their arguments.
+    """
+    step = step_directory(directory)
+    contents = {key: _content(file) for key, file in _ranks(step).items()}
+    arguments = contents[0, 0].get("args")
+    args = arguments.values if isinstance(arguments, Namespace) else {}
+    _refuse(step, args)
+    if heads is None or "num_attention_heads" in args:
+        heads = _heads(step, args)
+    found = _merge_ranks(step, contents, heads)
+    if head := found.pop("head", None):
+        check_tied(step, "its output head", head, found.get("embeddings.word.weight"))
+    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")
+    return assemble(
+        "megatron",
+        step,
+        found,
+        heads,
+        declared={key: args[key] for key in sizes if isinstance(args.get(key), int)},
+        options=_options(args),
+        tokenizer=find_tokenizer(step, step.parent),
+    )
+
+
+def _content(file: Path) -> dict[Any, Any]:
+    content = read_torch_file(file)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no dictionary")
+    return content
+
+
+def _heads(step: Path, args: dict[Any, Any]) -> int:
+    if "num_attention_heads" not in args:
+        raise CheckpointError(
+            f"{step}: it carries no arguments, so the number of attention heads is unknown; give "
+            "--num-attention-heads"
+        )
+    return count_of(step, "num_attention_heads", args["num_attention_heads"])
+
+
+def _merge_ranks(
+    step: Path, contents: dict[tuple[int, int], dict[Any, Any]], heads: int
+) -> dict[str, Stored]:
+    """Every tensor by our name. Layers are numbered as data meets them: the first chunk of every
+    stage in turn, then the second of every stage, and so on."""
+    stages, width = (1 + max(key[axis] for key in contents) for axis in (0, 1))
+    if heads % width:
+        raise CheckpointError(f"{step}: {width} tensor ranks do not divide {heads} heads")
+    version = contents[0, 0].get("checkpoint_version", 0)
+    found: dict[str, Stored] = {}
+    before = 0
+    for key in _chunk_keys(step, contents[0, 0]):
+        for stage in range(stages):
+            pieces = [_tensors(step, contents[stage, rank], key, before) for rank in range(width)]
+            for name in pieces[0]:
+                parts = [_in_our_order(piece, name, version, heads // width) for piece in pieces]
+                # The embedding is on the first and on the last stage.
+                found.setdefault(name, _merged(name, parts))
+            before += len({match[1] for n in pieces[0] if (match := _OUR_LAYER.match(n))})
+    return found
+
+
+def step_directory(directory: Path) -> Path:
+    """The directory that holds the `mp_rank` directories."""
+    if any(RANK.fullmatch(path.name) for path in directory.iterdir()):
+        return directory
+    tracker = directory / TRACKER
+    if tracker.is_file():
+        word = read_small(tracker, 100).decode("utf-8", "replace").strip()
+        step = directory / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word)
+        if not STEP.fullmatch(step.name) or not step.is_dir():
+            raise CheckpointError(f"{tracker} names {word[:40]!r}, which is not there")
+        return step
+    steps = sorted(path for path in directory.iterdir() if STEP.fullmatch(path.name))
+    if not steps:
+        raise CheckpointError(f"{directory} holds no step of a Megatron checkpoint")
+    return steps[-1]
+
+
+def _ranks(step: Path) -> dict[tuple[int, int], Path]:
+    """(pipeline rank, tensor rank) -> file."""
+    found = {}
+    for path in step.iterdir():
+        match = RANK.fullmatch(path.name)
+        if match:
+            file = next((path / name for name in _FILES if (path / name).is_file()), None)
+            if file is None:
+                raise CheckpointError(f"{path} holds neither of {', '.join(_FILES)}")
+            found[int(match[2] or 0), int(match[1])] = file
+        elif path.name.startswith("mp_rank_"):
+            raise CheckpointError(f"{path}: experts are not part of Fourfold's model")
+    stages, width = (1 + max((key[axis] for key in found), default=-1) for axis in (0, 1))
+    if len(found) != stages * width or not found:
+        raise CheckpointError(
+            f"{step} is incomplete: of {stages} x {width} ranks {len(found)} are there"
+        )
+    return found
+
+
+def _refuse(step: Path, args: dict[Any, Any]) -> None:
+    for key, ours, meaning in _REFUSED:
+        value = args.get(key)
+        # Of an enumeration nothing is known but its name; the tensors will tell.
+        if value is not None and not isinstance(value, Record) and value not in ours:
+            raise CheckpointError(
+                f"{step} was trained with {meaning} ({key}), which Fourfold's model does not have"
+            )
+    if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
+        raise CheckpointError(
+            f"{step} was trained with the exact GELU (bias_gelu_fusion off, openai_gelu off); "
+            "Fourfold's model has the tanh form"
+        )
+
+
+def _options(args: dict[Any, Any]) -> dict[str, float]:
+    return {
+        ours: float(args[theirs])
+        for theirs, ours in _OPTIONS.items()
+        if isinstance(args.get(theirs), float) and 0 <= args[theirs] < 1
+    }
+
+
+def _chunk_keys(step: Path, content: dict[Any, Any]) -> list[str]:
+    """`model`, or model0, model1, ... where every rank holds several stages of the pipeline."""
+    if "model" in content:
+        return ["model"]
+    keys = [key for key in content if isinstance(key, str) and re.fullmatch(r"model\d{1,3}", key)]
+    if not keys:
+        raise CheckpointError(f"{step}: the files hold no model")
+    return sorted(keys, key=lambda key: int(key.removeprefix("model")))
+
+
+def _tensors(step: Path, content: dict[Any, Any], key: str, offset: int) -> dict[str, Stored]:
+    """The tensors of one rank by our names, its layers counted from `offset`."""
+    flat: dict[str, Stored] = {}
+    _flatten(content.get(key), "", 0, flat)
+    if not flat:
+        raise CheckpointError(f"{step}: one of the ranks holds no {key}")
+    return {_our_name(name, offset): tensor for name, tensor in flat.items()}
+
+
+def _flatten(value: Any, prefix: str, depth: int, flat: dict[str, Stored]) -> None:
+    if not isinstance(value, dict) or depth > MAX_DEPTH or len(flat) > MAX_NAMES:
+        raise CheckpointError(f"the model's dictionary is damaged below {prefix[:100]!r}")
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        if name.endswith("_extra_state"):
+            continue
+        if isinstance(inner, Stored):
+            flat[name] = inner
+        else:
+            _flatten(inner, f"{name}.", depth + 1, flat)
+
+
+def _our_name(name: str, offset: int) -> str:
+    plain = _WRAPPERS.sub("", name)
+    if match := _LAYER.fullmatch(plain):
+        part = (_MERGED_NORMS if match[3] else _PARTS).get(match[2])
+        return f"layers.{int(match[1]) + offset}.{part}.{match[4]}" if part else name
+    if match := _FINAL.fullmatch(plain):
+        return f"norm.{match[1]}"
+    return _WHOLE_NAMES.get(plain, name)
+
+
+def _in_our_order(piece: dict[str, Stored], name: str, version: Any, heads: int) -> Stored:
+    if name not in piece:
+        raise CheckpointError(f"{name} is not in the file of every tensor rank")
+    if ".attn.qkv." not in name or (isinstance(version, int | float) and version >= 2):
+        return piece[name]
+    if version not in (0, 1):
+        raise CheckpointError("checkpoint_version is none that Megatron wrote: 0, 1.0, 2.0, 3.0")
+    return (heads_from_blocks if version == 0 else heads_from_triples)(piece[name], heads)
+
+
+def _merged(name: str, pieces: list[Stored]) -> Stored:
+    axis = _PIECES.get(re.sub(r"^layers\.\d+\.", "", name))
+    return pieces[0] if axis is None else joined(pieces, axis)
+
+
+# --- out --------------------------------------------------------------------------------------
+
+_FOREIGN_PARTS = {
+    "norm1": "input_layernorm",
+    "attn.qkv": "self_attention.query_key_value",
+    "attn.out": "self_attention.dense",
+    "norm2": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+
+def write_megatron(model: ForeignModel, directory: Path) -> None:
+    """The `release` of a model, which Megatron loads as weights to start from."""
+    leaf = directory / "release" / "mp_rank_00"
+    leaf.mkdir(parents=True)
+    encoder: dict[str, Tensor] = {}
+    embedding: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in model.tensors():
+        kept = disk_tensor(directory, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
+            encoder[f"layers.{match[1]}.{_FOREIGN_PARTS[match[2]]}.{match[3]}"] = kept
+        elif name.startswith("norm."):
+            encoder[f"final_layer{name}"] = kept
+        else:
+            embedding[f"{name.split('.')[1]}_embeddings"] = {"weight": kept}
+    content = {
+        "args": _arguments(model),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "model": {"language_model": {"embedding": embedding, "encoder": encoder}},
+    }
+    torch.save(content, leaf / "model_optim_rng.pt")
+    (directory / TRACKER).write_text("release")
+
+
+def _arguments(model: ForeignModel) -> argparse.Namespace:
+    """What Megatron compares on loading, and what describes the network to its tools."""
+    sizes = model.shape
+    return argparse.Namespace(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        ffn_hidden_size=sizes.ffn_hidden_size,
+        num_attention_heads=sizes.num_attention_heads,
+        kv_channels=sizes.head_size,
+        max_position_embeddings=sizes.max_position_embeddings,
+        seq_length=sizes.max_position_embeddings,
+        padded_vocab_size=sizes.vocab_size,
+        make_vocab_size_divisible_by=1,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        add_position_embedding=True,
+        position_embedding_type="learned_absolute",
+        layernorm_epsilon=1e-5,
+        untie_embeddings_and_output_weights=False,
+        bias_gelu_fusion=True,
+        tokenizer_type="GPT2BPETokenizer",
+        iteration=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        **{theirs: model.model[ours] for theirs, ours in _OPTIONS.items() if ours in model.model},
+    )

@@ -1,0 +1,115 @@
+"""Fourfold's own checkpoints as one of the formats: weights alone, in and out.
+
+Written is an output directory a run can start from:
+
+    step_0/         the weights; state.json says `weights_only`, so moments begin at zero
+    config.yaml     the model's sections, for `fourfold generate -c` and `fourfold train -c`
+    tokenizer.json  if the source had one
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fourfold import __version__, checkpoint
+from fourfold.config import load_config
+from fourfold.convert.files import find_tokenizer
+from fourfold.convert.foreign import ForeignModel, assemble, count_of
+from fourfold.convert.scratch import disk_tensor
+from fourfold.convert.stored import Stored
+from fourfold.errors import CheckpointError
+from fourfold.tokenizer import Tokenizer
+
+PREFIX = "model."
+CONFIG = "config.yaml"
+
+_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range")
+
+
+def read_native(where: Path, workspace: Path) -> ForeignModel:
+    """The weights of the newest checkpoint at `where`, verified as for a resumed run.
+
+    They are read through a file in `workspace`: checking costs one pass over the checkpoint, not
+    one for every tensor.
+    """
+    directory = checkpoint.candidates(where)[0]
+    state = checkpoint.read_state(directory)
+    section = _model_section(directory, state)
+    tensors = {
+        name: disk_tensor(workspace, shape, dtype)
+        for name, (shape, dtype) in checkpoint.tensor_names(directory).items()
+        if name.startswith(PREFIX)
+    }
+    checkpoint.load(directory, tensors, PREFIX)
+    found = {
+        name.removeprefix(PREFIX): Stored(tuple(tensor.shape), tensor.dtype, tensor.detach)
+        for name, tensor in tensors.items()
+    }
+    heads = count_of(directory, "num_attention_heads", section.get("num_attention_heads"))
+    return assemble(
+        "fourfold",
+        directory,
+        found,
+        heads,
+        declared={},
+        options={key: float(section[key]) for key in _OPTIONS if key in section},
+        tokenizer=_tokenizer_place(directory, state),
+    )
+
+
+def _model_section(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    config = state.get("config")
+    section = config.get("Model") if isinstance(config, dict) else None
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{directory}: its state.json has no configuration of the model")
+    return section
+
+
+def _tokenizer_place(directory: Path, state: dict[str, Any]) -> Path | None:
+    """The tokenizer beside the checkpoint, or the one its run named, if that is still there."""
+    named = (state["config"].get("Global") or {}).get("tokenizer")
+    beside = find_tokenizer(directory, directory.parent)
+    return beside or (Path(named) if isinstance(named, str) else None)
+
+
+def write_native(
+    model: ForeignModel, directory: Path, target: Path, tokenizer: Tokenizer | None
+) -> None:
+    """Write into `directory`, which will be renamed to `target`."""
+    tensors = {}
+    for name, tensor in model.tensors():
+        shape = tuple(tensor.shape)
+        tensors[PREFIX + name] = disk_tensor(directory, shape, torch.float32).copy_(tensor)
+    if tokenizer is not None:
+        tokenizer.save(directory / "tokenizer.json")
+    path = directory / CONFIG
+    path.write_text(yaml.safe_dump(_sections(model, target, tokenizer), sort_keys=False))
+    state = {
+        "version": __version__,
+        "step": 0,
+        "consumed_samples": 0,
+        "optimizer_updates": 0,
+        "skipped_updates": 0,
+        "loss_scale": None,
+        "weights_only": True,
+        "tokenizer": tokenizer.identity if tokenizer else None,
+        "converted_from": {"format": model.kind, "path": model.path.name, "notes": model.notes},
+        "config": load_config(path).to_dict(),
+    }
+    checkpoint.save(directory, 0, tensors, state)
+
+
+def _sections(model: ForeignModel, target: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    sections: dict[str, Any] = {
+        "Global": {"tokenizer": str(target / "tokenizer.json")},
+        "Engine": {"save_load": {"ckpt_dir": str(target)}},
+        "Data": {"dataset": {"max_seq_len": model.model["max_position_embeddings"]}},
+        "Model": dict(model.model),
+    }
+    if tokenizer is None:
+        del sections["Global"]
+    return sections

@@ -1,0 +1,164 @@
+"""From an `Eval` section to a table of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import Config
+from fourfold.errors import DataError, UserError
+from fourfold.evaluate.cloze import measure_cloze
+from fourfold.evaluate.perplexity import (
+    bits_per_byte,
+    count_words,
+    detokenize_wikitext,
+    measure_loss,
+    perplexity,
+)
+from fourfold.evaluate.prepared import count_bytes, read_part
+from fourfold.evaluate.scoring import Scorer
+from fourfold.generate import Decoder
+from fourfold.generate.loading import Trained, load_trained
+from fourfold.tokenizer import Tokenizer
+
+Notice = Callable[[str], None]
+Numbers = dict[str, float | int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured, on what, and the numbers."""
+
+    measure: str
+    data: str
+    checkpoint: str
+    weights: str
+    numbers: Numbers
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> str:
+        rows = [("measure", self.measure), ("data", self.data), ("checkpoint", self.checkpoint)]
+        rows.append(("weights", self.weights))
+        for name, value in self.numbers.items():
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            rows.append((name.replace("_", " "), shown))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {shown}" for name, shown in rows)
+
+
+def evaluate(config: Config, on_notice: Notice = print) -> Result:
+    """Measure what `config.Eval` names; `on_notice` hears of progress."""
+    section, dataset = config.Eval, config.Data.dataset
+    if section.eval_path is None and dataset.input_dir is None and dataset.train_data is None:
+        raise UserError(
+            "nothing to evaluate on: set Eval.eval_path to a text (or, with Eval.cloze_eval, to "
+            "JSON lines), or Data.dataset.input_dir to prepared data"
+        )
+    if section.eval_path is not None and not Path(section.eval_path).is_file():
+        raise DataError(f"Eval.eval_path={section.eval_path}: there is no such file")
+    for name in _without_effect(section):
+        on_notice(f"Eval.{name} has no effect on this measure")
+    trained = load_trained(
+        config, on_notice, section.ckpt_dir, needs_text=section.eval_path is not None
+    )
+    decoder = Decoder(trained.model, config.Inference.weights)
+    if section.max_seq_len > decoder.max_positions:
+        raise UserError(
+            f"Eval.max_seq_len={section.max_seq_len} is longer than the model's "
+            f"{decoder.max_positions} positions; choose at most {decoder.max_positions}"
+        )
+    scorer = Scorer(decoder, section.batch_size, _progress(section.logging_freq, on_notice))
+    measure, numbers = _measure(config, trained, scorer)
+    return Result(
+        measure,
+        section.eval_path or f"{section.part} part of Data.dataset",
+        str(trained.path),
+        config.Inference.weights,
+        numbers,
+    )
+
+
+def _without_effect(section: Any) -> list[str]:
+    """Keys that were given and say nothing about what is measured."""
+    if section.eval_path is None:
+        idle = {"cloze_eval", "detokenize"}
+    elif section.cloze_eval:
+        idle = {"overlapping_eval", "detokenize", "part", "max_tokens"}
+    else:
+        idle = {"part", "max_tokens"}
+    defaults = {name: field.default for name, field in type(section).model_fields.items()}
+    defaults["overlapping_eval"] = section.max_seq_len
+    return sorted(name for name in idle if getattr(section, name) != defaults[name])
+
+
+def _measure(config: Config, trained: Trained, scorer: Scorer) -> tuple[str, Numbers]:
+    section = config.Eval
+    if section.eval_path is None:
+        return "loss", _measure_prepared(config, trained, scorer)
+    if not section.cloze_eval:
+        return "perplexity", _measure_text(config, trained.tokenizer, scorer)
+    cloze = measure_cloze(scorer, trained.tokenizer, Path(section.eval_path), section.max_seq_len)
+    return "cloze", {
+        "correct": cloze.correct,
+        "examples": cloze.examples,
+        "accuracy": cloze.accuracy,
+        "word_perplexity": perplexity(-cloze.logprob / cloze.examples),
+    }
+
+
+def _measure_text(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> Numbers:
+    section = config.Eval
+    raw = read_text(Path(section.eval_path or ""))
+    text = detokenize_wikitext(raw) if section.detokenize else raw
+    tokens = tokenizer.encode(text)
+    loss = measure_loss(
+        scorer, tokens, section.max_seq_len, section.overlapping_eval, tokenizer.eos_id
+    )
+    predicted, words = len(tokens) - 1, count_words(raw)
+    ratio = predicted / max(words - 1, 1)
+    mean = loss.mean(over=predicted)
+    first = len(tokenizer.decode(tokens[:1]).encode("utf-8"))
+    return {
+        "loss": mean,
+        "perplexity": perplexity(mean),
+        "adjusted_perplexity": perplexity(mean * ratio),
+        "token_ratio": ratio,
+        "bits_per_byte": bits_per_byte(loss.total, len(text.encode("utf-8")) - first),
+        "tokens": predicted,
+        "words": words,
+    }
+
+
+def _measure_prepared(config: Config, trained: Trained, scorer: Scorer) -> Numbers:
+    section = config.Eval
+    tokens, eos_id = read_part(config)
+    ignored = eos_id if config.Data.dataset.eod_mask_loss else None
+    loss = measure_loss(
+        scorer, tokens.tolist(), section.max_seq_len, section.overlapping_eval, ignored
+    )
+    numbers: Numbers = {"loss": loss.mean(), "perplexity": perplexity(loss.mean())}
+    if trained.named_tokenizer is not None:
+        num_bytes = count_bytes(tokens, trained.named_tokenizer)
+        numbers["bits_per_byte"] = bits_per_byte(loss.total, num_bytes)
+    return {**numbers, "tokens": loss.tokens}
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}; set Eval.eval_path to a file") from None
+
+
+def _progress(every: int, on_notice: Notice) -> Callable[[int], None]:
+    def tell(batches: int) -> None:
+        if batches % every == 0:
+            on_notice(f"{batches} batches done")
+
+    return tell

@@ -1,0 +1,97 @@
+"""How probable a model finds given tokens: the one question all measures here are made of.
+
+Sequences are padded behind their end, where a causal network does not look, so a result does not
+depend on what it was batched with. Logits are only made for the tokens that are asked about.
+
+Letters: B sequences, T positions, D hidden, M tokens asked about, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from fourfold.generate import Decoder
+
+# Rows of logits held at a time.
+LOGIT_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Question:
+    """How probable are the last `asked` tokens, each after all that stand before it?"""
+
+    tokens: Sequence[int]
+    asked: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.asked < len(self.tokens), (self.asked, len(self.tokens))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One number for each token asked about."""
+
+    logprobs: Tensor  # float64
+    is_best: Tensor  # bool: no other token was more probable
+
+    @property
+    def total(self) -> float:
+        return float(self.logprobs.sum())
+
+
+class Scorer:
+    """Answers questions in batches, in the order they are asked."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        batch_size: int,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._batch_size = batch_size
+        self._on_batch = on_batch
+        self.max_tokens = decoder.max_positions + 1
+
+    def answer(self, questions: Iterable[Question]) -> Iterator[Answer]:
+        """`on_batch` is told the number of batches so far after each."""
+        remaining = iter(questions)
+        batches = 0
+        while batch := list(islice(remaining, self._batch_size)):
+            yield from self._answer_batch(batch)
+            batches += 1
+            if self._on_batch is not None:
+                self._on_batch(batches)
+
+    @torch.inference_mode()
+    def _answer_batch(self, batch: list[Question]) -> list[Answer]:
+        decoder = self._decoder
+        lengths = [len(question.tokens) - 1 for question in batch]
+        width = max(lengths)
+        assert width < self.max_tokens, (width, self.max_tokens)
+        padded = torch.zeros(len(batch), width + 1, dtype=torch.int64)
+        asked = torch.zeros(len(batch), width, dtype=torch.bool)
+        for row, (question, length) in enumerate(zip(batch, lengths)):
+            padded[row, : length + 1] = torch.as_tensor(question.tokens)
+            asked[row, length - question.asked : length] = True
+        padded, asked = padded.to(decoder.device), asked.to(decoder.device)
+        x = decoder.model.hidden(padded[:, :-1], None, None, 0)  # (B, T, D)
+        logprobs, is_best = self._compare(x[asked], padded[:, 1:][asked])  # (M,) each
+        counts = [question.asked for question in batch]
+        return [
+            Answer(*pair) for pair in zip(logprobs.cpu().split(counts), is_best.cpu().split(counts))
+        ]
+
+    def _compare(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, is_best = [], []
+        for rows, wanted in zip(x.split(LOGIT_ROWS), labels.split(LOGIT_ROWS)):
+            logits = self._decoder.logits(rows)  # (M, V)
+            chosen = logits.gather(1, wanted.unsqueeze(1)).squeeze(1)
+            logprobs.append((chosen - logits.logsumexp(dim=-1)).double())
+            is_best.append(chosen >= logits.amax(dim=-1))
+        return torch.cat(logprobs), torch.cat(is_best)

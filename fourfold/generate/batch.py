@@ -1,0 +1,142 @@
+"""Prompts in, continuations out: ids with `generate`, texts with `complete`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fourfold.errors import UserError
+from fourfold.generate.beam import Beam, beam_search
+from fourfold.generate.decoder import Network
+from fourfold.generate.options import Options
+from fourfold.generate.session import Session, Token, check_prompt
+from fourfold.generate.text import TextStream, check_stop
+from fourfold.tokenizer import Tokenizer
+
+# Sequences run at once; more wait. A bound on the memory of the cache.
+MAX_SLOTS = 64
+
+
+@dataclass
+class Continuation:
+    """New ids without the end of text, and, of `complete`, their text without the prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""  # "stop" at the end of text or a stop string, "length" at max_dec_len
+    tokens: list[Token] = field(default_factory=list)  # of sampling and greedy_search
+    text: str = ""
+
+
+# Prompt number, continuation number, token: True ends the continuation.
+OnToken = Callable[[int, int, Token], bool | None]
+
+
+def generate(
+    network: Network,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    *,
+    eos_id: int | None,
+    vocab_size: int | None = None,
+    on_token: OnToken | None = None,
+    max_slots: int = MAX_SLOTS,
+) -> list[list[Continuation]]:
+    """`num_return_sequences` continuations of each prompt.
+
+    Each is what its prompt gives alone: neither the other prompts nor their number change it.
+    """
+    for prompt in prompts:
+        check_prompt(prompt, options, network.max_positions, vocab_size)
+    if options.decode_strategy == "beam_search":
+        return [
+            [
+                _of_beam(beam, eos_id)
+                for beam in beam_search(
+                    network, prompt, options, eos_id=eos_id, vocab_size=vocab_size
+                )
+            ]
+            for prompt in prompts
+        ]
+    results = [[Continuation() for _ in range(options.num_return_sequences)] for _ in prompts]
+    if not prompts:
+        return results
+    session = Session(
+        network,
+        eos_id=eos_id,
+        slots=min(max_slots, len(prompts) * options.num_return_sequences),
+        positions=max(map(len, prompts)) + options.max_dec_len,
+        vocab_size=vocab_size,
+    )
+    places = {}
+    for place, prompt in enumerate(prompts):
+        for number in range(options.num_return_sequences):
+            places[session.add(prompt, options, number)] = place, number
+    while session.running or session.waiting:
+        for token in session.step():
+            place, number = places[token.sequence]
+            _record(results[place][number], token, eos_id)
+            if on_token is not None and on_token(place, number, token):
+                session.cancel(token.sequence)
+                results[place][number].finish = "stop"
+    return results
+
+
+def _record(result: Continuation, token: Token, eos_id: int | None) -> None:
+    result.tokens.append(token)
+    if token.id != eos_id:
+        result.ids.append(token.id)
+    result.finish = token.finish or result.finish
+
+
+def _of_beam(beam: Beam, eos_id: int | None) -> Continuation:
+    ended = beam.ids[-1] == eos_id
+    return Continuation(list(beam.ids[:-1] if ended else beam.ids), "stop" if ended else "length")
+
+
+def complete(
+    network: Network,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    options: Options,
+    *,
+    stop: Sequence[str] = (),
+    on_text: Callable[[int, int, str], None] | None = None,
+) -> list[list[Continuation]]:
+    """`generate` for prompts that are texts, or ids already, with the texts that follow them.
+
+    `on_text` receives prompt, continuation and each new piece of text. A continuation ends before
+    the first of the `stop` strings that appears in it.
+    """
+    check_stop(stop)
+    if stop and options.decode_strategy == "beam_search":
+        raise UserError(
+            "stop strings do not go with decode_strategy='beam_search', which writes no text "
+            "before its end; leave them out, or choose sampling or greedy_search"
+        )
+    streams: dict[tuple[int, int], TextStream] = {}
+    texts: dict[tuple[int, int], str] = {}
+
+    def on_token(prompt: int, number: int, token: Token) -> bool:
+        place = prompt, number
+        stream = streams.setdefault(place, TextStream(tokenizer, stop))
+        new = "" if token.id == tokenizer.eos_id else stream.feed(token.id)
+        if token.finish is not None:
+            new += stream.flush()
+        texts[place] = texts.get(place, "") + new
+        if new and on_text is not None:
+            on_text(prompt, number, new)
+        return stream.stopped
+
+    results = generate(
+        network,
+        [tokenizer.encode(one) if isinstance(one, str) else one for one in prompts],
+        options,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+        on_token=on_token,
+    )
+    for prompt, continuations in enumerate(results):
+        for number, result in enumerate(continuations):
+            known = texts.get((prompt, number))
+            result.text = tokenizer.decode(result.ids) if known is None else known
+    return results

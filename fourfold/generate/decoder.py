@@ -1,0 +1,187 @@
+"""The network as generation runs it: one row per sequence, and a cache of keys and values.
+
+    read(prompts)      takes in whole prompts, a new row for each         -> logits (new rows, V)
+    advance(tokens)    takes in one more token of every row               -> logits (rows, V)
+    arrange(rows)      row i becomes a copy of row rows[i]; the rest are forgotten
+
+Logits are those after the last token of a row, in float32. The cache is allocated once, by
+`reserve`; a row's place in it is its number, so rows stay dense and attention reads it as it lies.
+Prompts of different lengths are padded behind their end, where a causal network does not look, and
+rows of different lengths are told apart by a mask, so a row is never affected by its neighbours.
+
+Letters: N rows, T positions, H heads, K head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.errors import UserError
+from fourfold.generate.weights import Format, set_format
+from fourfold.model.gpt import GPT, Attend
+
+
+class Network(Protocol):
+    """What sessions and beam search need of a network; `Decoder` is the one on a single device."""
+
+    max_positions: int
+    lengths: list[int]  # tokens taken in, of each row
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Make room for that many rows of that many tokens, and forget all rows."""
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor: ...
+
+    def advance(self, tokens: Sequence[int]) -> Tensor: ...
+
+    def arrange(self, rows: Sequence[int]) -> None: ...
+
+
+class Decoder:
+    """A `GPT` with a cache. It takes the model over: `weights` changes it in place."""
+
+    def __init__(self, model: GPT, weights: Format = "float32") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.head = set_format(model, weights)
+        self._begin([model], model.embeddings.position.weight, model.shape.num_attention_heads)
+
+    def _begin(self, parts: Sequence[GPT], like: Tensor, heads: int) -> None:
+        """Without rows yet; caches will be of `like`'s type and device, for `heads` heads."""
+        self.device = like.device
+        self.max_positions = parts[0].shape.max_position_embeddings
+        self.lengths: list[int] = []
+        self._layers = [number for part in parts for number in part.layers]
+        self._like, self._heads, self._head_size = like, heads, parts[0].shape.head_size
+        self._caches: dict[str, LayerCache] = {}
+        self._rows = self._positions = 0
+
+    def reserve(self, rows: int, positions: int) -> None:
+        if positions > self.max_positions:
+            raise UserError(
+                f"{positions} tokens of prompt and continuation are more than the "
+                f"{self.max_positions} positions of the model; shorten the prompt or lower "
+                "max_dec_len"
+            )
+        self.lengths = []
+        if rows <= self._rows and positions <= self._positions:
+            return
+        self._rows, self._positions = max(rows, self._rows), max(positions, self._positions)
+        size = (self._rows, self._heads, self._positions, self._head_size)
+        self._caches = {}
+        for number in self._layers:
+            # Zeros, because a masked place still counts, with weight zero, and must be a number.
+            keys, values = self._like.new_zeros(size), self._like.new_zeros(size)
+            self._caches[number] = LayerCache(keys, values)
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        first, lengths = len(self.lengths), [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        assert min(lengths) > 0 and width <= self._positions, (lengths, self._positions)
+        assert first + len(prompts) <= self._rows, (first, len(prompts), self._rows)
+        padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
+        tokens = torch.tensor(padded, device=self.device)  # (N, T)
+        rows = slice(first, first + len(prompts))
+        attends = {number: cache.reader(rows) for number, cache in self._caches.items()}
+        positions = torch.arange(width, device=self.device)
+        ends = torch.tensor(lengths, device=self.device) - 1
+        logits = self._run(tokens, positions, attends, ends)
+        self.lengths += lengths
+        return logits
+
+    @torch.inference_mode()
+    def advance(self, tokens: Sequence[int]) -> Tensor:
+        assert len(tokens) == len(self.lengths), (len(tokens), len(self.lengths))
+        assert max(self.lengths) < self._positions, (self.lengths, self._positions)
+        place = Place.of(self.lengths, self.device)
+        attends = {number: cache.writer(place) for number, cache in self._caches.items()}
+        inputs = torch.tensor(tokens, device=self.device).unsqueeze(1)  # (N, 1)
+        logits = self._run(inputs, place.positions, attends, torch.zeros_like(inputs[:, 0]))
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    @torch.inference_mode()
+    def arrange(self, rows: Sequence[int]) -> None:
+        assert len(rows) <= self._rows, (len(rows), self._rows)
+        moved = [(source, row) for row, source in enumerate(rows) if source != row]
+        self.lengths = [self.lengths[row] for row in rows]
+        if not moved:
+            return
+        width = max(self.lengths[row] for _, row in moved)
+        sources = torch.tensor([source for source, _ in moved], device=self.device)
+        targets = torch.tensor([row for _, row in moved], device=self.device)
+        for cache in self._caches.values():
+            for stored in (cache.keys, cache.values):
+                stored[targets, :, :width] = stored[sources, :, :width]
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, attends: Mapping[str, Attend], ends: Tensor
+    ) -> Tensor:
+        """Logits (N, V) of position `ends` of each row of tokens (N, T)."""
+        x = self.model.hidden(tokens, positions, None, 0, attends)  # (N, T, D)
+        return self.logits(x[torch.arange(x.shape[0], device=x.device), ends])
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The last step: hidden states (N, D) -> logits (N, V)."""
+        return self.head(self.model.norm(x)).float()
+
+
+class Place:
+    """Where the next token of each row goes, and which positions it may attend to."""
+
+    def __init__(self, positions: Tensor, stop: int, at: int | None, mask: Tensor | None) -> None:
+        self.positions = positions  # (N, 1)
+        self.stop = stop  # positions beyond are of no row
+        self.at = at  # the one position, where all rows are of one length
+        self.mask = mask  # (N, 1, 1, T), where they are not
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Place:
+        positions = torch.tensor(lengths, device=device).unsqueeze(1)  # (N, 1)
+        longest = max(lengths)
+        if min(lengths) == longest:
+            return cls(positions, longest + 1, longest, None)
+        columns = torch.arange(longest + 1, device=device)
+        mask = torch.zeros(len(lengths), longest + 1, device=device)
+        mask.masked_fill_(columns > positions, -torch.inf)
+        return cls(positions, longest + 1, None, mask[:, None, None])
+
+
+class LayerCache:
+    """Keys and values of one layer, each (rows, H, positions, K)."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def reader(self, rows: slice) -> Attend:
+        """Attention of prompts to themselves; their keys and values go to the start of `rows`."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            width = q.shape[2]
+            self.keys[rows, :, :width] = k
+            self.values[rows, :, :width] = v
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return attend
+
+    def writer(self, place: Place) -> Attend:
+        """Attention of one token of each row to all tokens of the row, itself included."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = q.shape[0]
+            if place.at is not None:
+                self.keys[:rows, :, place.at] = k[:, :, 0]
+                self.values[:rows, :, place.at] = v[:, :, 0]
+            else:
+                each = torch.arange(rows, device=q.device)
+                self.keys[each, :, place.positions[:, 0]] = k[:, :, 0]
+                self.values[each, :, place.positions[:, 0]] = v[:, :, 0]
+            keys, values = self.keys[:rows, :, : place.stop], self.values[:rows, :, : place.stop]
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=place.mask)
+
+        return attend

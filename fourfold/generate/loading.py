@@ -1,0 +1,158 @@
+"""A trained model from wherever a configuration says: our checkpoints or another tool's.
+
+`Engine.save_load.ckpt_dir` names a Fourfold checkpoint or run, or a checkpoint of Hugging Face,
+FleetX or Megatron (see fourfold/convert), which then decides the sizes of the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from fourfold import checkpoint
+from fourfold.config import Config
+from fourfold.convert import ForeignModel, load_foreign, open_weights
+from fourfold.errors import DataError, UserError
+from fourfold.mesh import select_device
+from fourfold.model import GPT, ModelShape
+from fourfold.tokenizer import Tokenizer
+
+Notice = Callable[[str], None]
+
+NO_TOKENIZER = (
+    "Global.tokenizer is not set, so text cannot be turned into tokens; name the tokenizer the "
+    "model was trained with, e.g. -o Global.tokenizer=tokenizer.json"
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights, in evaluation mode, and what reads and writes its ids."""
+
+    model: GPT
+    named_tokenizer: Tokenizer | None
+    path: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.named_tokenizer is None:
+            raise UserError(NO_TOKENIZER)
+        return self.named_tokenizer
+
+
+def load_trained(
+    config: Config, on_notice: Notice, ckpt_dir: str | None = None, needs_text: bool = True
+) -> Trained:
+    """The model of `ckpt_dir`, of `Engine.save_load.ckpt_dir`, or the newest of the run itself.
+
+    The tokenizer is looked at before any weight is: a wrong one makes nonsense of the best model.
+    Only where no text is read or written may it be missing.
+    """
+    save_load = config.Engine.save_load
+    named = ckpt_dir or save_load.ckpt_dir or "latest"
+    where = checkpoint.named(named, Path(save_load.output_dir))
+    device = select_device(config.Global.device)
+    if checkpoint.candidates(where) or not where.exists():
+        return _load_own(config, where, device, on_notice, needs_text)
+    return _load_foreign(config, where, device, on_notice, needs_text)
+
+
+def _load_own(
+    config: Config, where: Path, device: torch.device, on_notice: Notice, needs_text: bool
+) -> Trained:
+    tokenizer = _load_tokenizer(config.Global.tokenizer, needs_text)
+    shape = ModelShape.of(config.Model)
+    _check_size(tokenizer, shape.vocab_size)
+    model = _empty(shape, device)
+    weights = {f"model.{name}": p.data for name, p in model.named_parameters()}
+    path, state = checkpoint.resume(where, weights, on_notice, prefix="model.")
+    check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
+    return Trained(model, tokenizer, path)
+
+
+def check_made_with(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    made_with: str | None,
+    path: Path,
+    on_notice: Notice,
+) -> None:
+    """Refuse a tokenizer that is not the one of the checkpoint's data, unless that is allowed."""
+    if tokenizer is not None and made_with not in (None, tokenizer.identity):
+        text = (
+            f"{path} was trained on data of another tokenizer ({str(made_with)[:12]}) than "
+            f"Global.tokenizer={config.Global.tokenizer} ({tokenizer.identity[:12]}), so the model "
+            "knows each id as another text; name the tokenizer its data was prepared with"
+        )
+        if not config.Data.dataset.allow_tokenizer_mismatch:
+            raise DataError(f"{text}, or set Data.dataset.allow_tokenizer_mismatch=True")
+        on_notice(text)
+
+
+def _load_foreign(
+    config: Config, where: Path, device: torch.device, on_notice: Notice, needs_text: bool
+) -> Trained:
+    with open_foreign(config, where) as foreign:
+        tokenizer = _load_tokenizer(config.Global.tokenizer or foreign.tokenizer, needs_text)
+        _check_size(tokenizer, foreign.shape.vocab_size)
+        for note in [*foreign.notes, *other_sizes(config, foreign.shape)]:
+            on_notice(note)
+        model = _empty(foreign.shape, device)
+        parameters = dict(model.named_parameters())
+        for name, tensor in foreign.tensors():
+            parameters[name].data.copy_(tensor)
+    return Trained(model, tokenizer, where)
+
+
+def open_foreign(config: Config, where: Path) -> ForeignModel:
+    # Hugging Face's files say how many heads there are; the others' may not.
+    says = where.is_dir() and open_weights(where).kind == "hf"
+    return load_foreign(where, None if says else config.Model.num_attention_heads)
+
+
+def _empty(shape: ModelShape, device: torch.device) -> GPT:
+    with torch.device("meta"):
+        model = GPT(shape)
+    return model.to_empty(device=device).eval().requires_grad_(False)
+
+
+def model_sizes() -> list[str]:
+    """The keys of `Model` that another tool's checkpoint decides."""
+    whole_numbers = [field.name for field in fields(ModelShape) if field.type == "int"]
+    return [name for name in whole_numbers if name != "loss_chunk_tokens"]
+
+
+def other_sizes(config: Config, shape: ModelShape) -> list[str]:
+    different = [
+        f"{name}={getattr(shape, name)}"
+        for name in model_sizes()
+        if getattr(shape, name) != getattr(config.Model, name)
+    ]
+    return [f"the checkpoint decides the model: {', '.join(different)}"] if different else []
+
+
+def _load_tokenizer(named: str | Path | None, needed: bool) -> Tokenizer | None:
+    if named is not None:
+        return Tokenizer.load(Path(named))
+    if needed:
+        raise UserError(NO_TOKENIZER)
+    return None
+
+
+def load_tokenizer(named: str | Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model with `vocab_size` ids, which must have room for all of its."""
+    tokenizer = _load_tokenizer(named, needed=True)
+    assert tokenizer is not None
+    _check_size(tokenizer, vocab_size)
+    return tokenizer
+
+
+def _check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model knows {vocab_size}; "
+            "it is not the one the model was trained with: name that in Global.tokenizer"
+        )

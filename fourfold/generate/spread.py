@@ -1,0 +1,140 @@
+"""Generation by a model that is spread over ranks: model, pipeline and sharding parallel.
+
+Every rank makes the same calls and gets the same logits, so every rank writes the same text; there
+is nothing to tell them apart but which one prints it. Data-parallel ranks would only repeat each
+other and are not used.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold import checkpoint
+from fourfold.checkpoint import Crew, Piece
+from fourfold.config import Config
+from fourfold.errors import UserError
+from fourfold.generate.decoder import Decoder
+from fourfold.generate.loading import (
+    Notice,
+    check_made_with,
+    load_tokenizer,
+    model_sizes,
+    open_foreign,
+    other_sizes,
+)
+from fourfold.mesh import Mesh, select_device
+from fourfold.model.gpt import Attend
+from fourfold.parallel import Runner, parallelize
+from fourfold.parallel.pieces import TIED, WORD, local
+from fourfold.tokenizer import Tokenizer
+
+
+class SpreadDecoder(Decoder):
+    """A decoder over the parts of a model on this rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        for part in runner.parts:
+            part.eval().requires_grad_(False)
+        parts, layout = runner.parts, runner.mesh.layout
+        dtype = local(next(iter(runner.parameters.values()))).dtype
+        heads = parts[0].shape.num_attention_heads // layout.mp
+        self._begin(parts, torch.empty((), dtype=dtype, device=runner.device), heads)
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, attends: Mapping[str, Attend], ends: Tensor
+    ) -> Tensor:
+        given = {"position_ids": positions, "attends": attends, "ends": ends}
+        pipeline = self.runner.pipeline
+        if pipeline is None:
+            logits: Tensor = self.runner.parts[0](tokens, **given)
+            return logits.float()
+        outputs = pipeline.forward([(tokens, given)])
+        size = (tokens.shape[0], self.runner.parts[0].shape.vocab_size)
+        logits = outputs[0].float() if outputs else torch.empty(size, device=self.device)
+        dist.broadcast(logits, group=pipeline.group, group_src=pipeline.rank_of_stage[-1])
+        return logits
+
+
+def load_spread(config: Config, mesh: Mesh, on_notice: Notice) -> tuple[Runner, Tokenizer, Path]:
+    """The model of `Engine.save_load.ckpt_dir` on all ranks of the mesh, and its tokenizer."""
+    section = config.Engine.save_load
+    where = checkpoint.named(section.ckpt_dir or "latest", Path(section.output_dir))
+    if checkpoint.candidates(where) or not where.exists():
+        return _load_own(config, where, mesh, on_notice)
+    return _load_foreign(config, where, mesh, on_notice)
+
+
+def _load_own(
+    config: Config, where: Path, mesh: Mesh, on_notice: Notice
+) -> tuple[Runner, Tokenizer, Path]:
+    """Each rank reads what it holds."""
+    tokenizer = load_tokenizer(config.Global.tokenizer, config.Model.vocab_size)
+    runner = _build(config, mesh)
+    pieces = {
+        f"model.{held.name}": Piece(local(held.parameter.data), held.shape, held.offsets)
+        for held in runner.held.values()
+    }
+    session = mesh.agree(secrets.token_hex(8)) or ""
+    crew = Crew(mesh.rank, mesh.size, session, mesh.agree, config.Distributed.timeout_seconds)
+    path, state = checkpoint.resume(where, pieces, on_notice, "model.", crew)
+    check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
+    _settle(runner)
+    return runner, tokenizer, path
+
+
+@torch.no_grad()
+def _load_foreign(
+    config: Config, where: Path, mesh: Mesh, on_notice: Notice
+) -> tuple[Runner, Tokenizer, Path]:
+    """Each rank reads all, one tensor at a time, and keeps what it holds."""
+    with open_foreign(config, where) as foreign:
+        tokenizer = load_tokenizer(
+            config.Global.tokenizer or foreign.tokenizer, foreign.shape.vocab_size
+        )
+        for note in [*foreign.notes, *other_sizes(config, foreign.shape)]:
+            on_notice(note)
+        for name in model_sizes():
+            setattr(config.Model, name, getattr(foreign.shape, name))
+        runner = _build(config, mesh)
+        wanted = {held.name: held for held in runner.held.values()}
+        for name, tensor in foreign.tensors():
+            if held := wanted.get(name):
+                own = local(held.parameter.data)
+                box = [slice(start, start + size) for start, size in zip(held.offsets, own.shape)]
+                own.copy_(tensor[tuple(box)])
+    _settle(runner)
+    return runner, tokenizer, where
+
+
+def free_of_training(config: Config) -> None:
+    """Turn off what serves training alone: nothing is recomputed, positions are not cut."""
+    distributed = config.Distributed
+    if distributed.dp_degree > 1:
+        raise UserError(
+            f"Distributed.dp_degree={distributed.dp_degree}: data-parallel ranks would all write "
+            "the same text; start fewer processes, or raise mp_degree, pp_degree or "
+            "sharding_degree"
+        )
+    config.Model.sequence_parallel = config.Model.use_recompute = False
+    precision = config.Engine.mix_precision
+    precision.dtype, precision.level = "float32", None
+
+
+def _build(config: Config, mesh: Mesh) -> Runner:
+    free_of_training(config)
+    return parallelize(config, mesh, select_device(config.Global.device), fresh=False)
+
+
+@torch.no_grad()
+def _settle(runner: Runner) -> None:
+    """The last stage's copy of the embedding, where the first stage is on the same rank."""
+    if WORD in runner.held and TIED in runner.held:
+        local(runner.masters[TIED].data).copy_(local(runner.masters[WORD].data))
+    runner.refresh()

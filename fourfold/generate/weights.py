@@ -1,0 +1,148 @@
+"""The number format of a model's weights while it writes: float32, bfloat16, float16 or int8.
+
+A step of generation reads every weight once and does little with it, so what counts on a CPU is
+how many bytes that is and how fast the kernel at hand takes them in:
+
+| format   | bytes | on a CPU                                                                     |
+|----------|-------|------------------------------------------------------------------------------|
+| float32  | 4     | the same numbers as in training, the matrices laid out for short batches     |
+| float16  | 2     | weights rounded to half, products with float32 activations                   |
+| bfloat16 | 2     | weights rounded to bfloat16, then like float16, which holds them unchanged   |
+| int8     | 1     | weights and activations rounded to 255 steps, one scale a row; exact sums    |
+
+On a GPU the first three are the model cast to that type, and int8 is refused. Whatever the format,
+what a row of a batch gives does not depend on the rows beside it, up to the last bits of a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.errors import UserError
+from fourfold.model.gpt import GPT, Embedding, LayerNorm, Linear
+
+Format = Literal["float32", "bfloat16", "float16", "int8"]
+FORMATS = get_args(Format)
+
+LARGEST_HALF = 65504.0
+INT8_STEPS = 127
+
+
+def set_format(model: GPT, weights: Format) -> nn.Module:
+    """Change the weights of `model` in place; returns its head, hidden states -> logits."""
+    device = model.embeddings.word.weight.device
+    if device.type != "cpu":
+        return _cast(model, weights, device)
+    if weights == "float32":
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.weight.data = _by_columns(module.weight.data)
+        model.embeddings.word.weight.data = _by_columns(model.embeddings.word.weight.data)
+        return TiedHead(model.embeddings.word)
+    if weights == "bfloat16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    kind = Int8Linear if weights == "int8" else HalfLinear
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, Linear):
+                setattr(parent, name, kind(child.weight.data, child.bias.data))
+    table = model.embeddings.word.weight.data
+    rows, width = table.shape
+    model.embeddings.word = HalfEmbedding(rows, width, _weight=table.half(), _freeze=True)
+    return kind(table, None)
+
+
+def _by_columns(weight: Tensor) -> Tensor:
+    """The same matrix with its columns, not its rows, contiguous: faster for a few rows at once."""
+    return weight.t().contiguous().t()
+
+
+def _cast(model: GPT, weights: Format, device: torch.device) -> nn.Module:
+    if weights == "int8":
+        raise UserError(
+            f"Inference.weights=int8 runs on a CPU only and the model is on {device}; choose "
+            "bfloat16 or float16"
+        )
+    for module in model.modules():
+        if not isinstance(module, LayerNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(getattr(torch, weights))
+    return TiedHead(model.embeddings.word)
+
+
+class TiedHead(nn.Module):
+    """Logits by the word embedding itself."""
+
+    def __init__(self, word: nn.Embedding) -> None:
+        super().__init__()
+        self.word = word
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.word.weight.dtype), self.word.weight)
+
+
+class HalfLinear(nn.Module):
+    """float16 weights, float32 activations and sums.
+
+    FBGEMM widens the weights as it reads them, where the processor has no half-precision
+    arithmetic of its own; elsewhere the product is torch's in float16.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        largest = float(weight.abs().max())
+        if not largest <= LARGEST_HALF:
+            raise UserError(
+                f"a weight of {largest:g} does not fit into float16, which ends at "
+                f"{LARGEST_HALF:g}; use Inference.weights=float32"
+            )
+        self.packed = None
+        if "fbgemm" in torch.backends.quantized.supported_engines:
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        else:
+            self.weight, self.bias = weight.half(), None if bias is None else bias.half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        return F.linear(x.half(), self.weight, self.bias).float()
+
+
+class Int8Linear(nn.Module):
+    """int8 weights with one scale an output, int8 activations with one scale a row.
+
+    The sums are whole numbers, so they are the same however rows are batched.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, scales = _to_int8(weight)  # (out, in), (out, 1)
+        self.scales = scales.squeeze(1)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, row_scales = _to_int8(x.reshape(-1, x.shape[-1]))  # (N, in), (N, 1)
+        sums = torch._int_mm(rows, self.weight.t())  # (N, out) int32
+        y = sums * (row_scales * self.scales)
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], -1)
+
+
+def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row in 255 steps from minus to plus its largest magnitude, and the size of a step."""
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    scales = largest.clamp_min_(torch.finfo(torch.float32).tiny).div_(INT8_STEPS)
+    return (rows / scales).round_().to(torch.int8), scales
+
+
+class HalfEmbedding(Embedding):
+    """A float16 table that is only looked up; rows are widened as they are read."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).float()

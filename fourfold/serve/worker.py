@@ -1,0 +1,260 @@
+"""The one thread that owns the model: requests come to it, pieces of text leave it.
+
+    job = worker.submit(sequences)        from the event loop; refused when the queue is full
+    async for piece in job: ...           pieces of all its choices, as they are written
+    job.cancel()                          any time; its slots are free at the next step
+
+Between two steps of the session the thread takes in new jobs and lets go of cancelled and late
+ones. A sequence depends on nothing but its own request (see fourfold/generate/session.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from queue import Empty, SimpleQueue
+
+from fourfold.errors import UserError
+from fourfold.generate.module import GenerationModule
+from fourfold.serve.asking import Wanted
+from fourfold.serve.judging import judge
+from fourfold.serve.limits import Limits
+from fourfold.serve.metrics import Metrics
+from fourfold.serve.protocol import ApiError
+from fourfold.serve.writing import Piece, Writer, echoed
+
+SHUTTING_DOWN = "the server is shutting down"
+log = logging.getLogger("fourfold.serve")
+
+
+class Job:
+    """One request on its way: the event loop's side of it."""
+
+    def __init__(self, wanted: Sequence[Wanted], seconds: float, cancel: Callable[[Job], None]):
+        self.wanted = list(wanted)
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds
+        self.new_tokens = 0
+        self.over = False  # no more pieces are wanted; set by either side
+        self.open = len(self.wanted)  # choices without an end
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
+        self._cancel = cancel
+
+    def put(self, piece: Piece | ApiError) -> None:
+        """From the worker's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        except RuntimeError:
+            self.over = True  # the loop is closed, and with it the client's connection
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        unfinished = len(self.wanted)
+        while unfinished:
+            piece = await self._pieces.get()
+            if isinstance(piece, ApiError):
+                raise piece
+            unfinished -= piece.finish is not None
+            yield piece
+
+    def cancel(self) -> None:
+        """Harmless for a job that is done."""
+        self._cancel(self)
+
+
+class Worker:
+    def __init__(
+        self, module: GenerationModule, slots: int, limits: Limits, metrics: Metrics
+    ) -> None:
+        self._module = module
+        self._limits = limits
+        self._metrics = metrics
+        self.slots = slots
+        self._session = module.session(slots)
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._writers: dict[int, tuple[Job, Writer]] = {}  # by the session's names
+        self._to_judge: deque[tuple[Job, Writer]] = deque()
+        self._jobs: set[Job] = set()  # taken in and not over
+        self._lock = threading.Lock()
+        self._sequences = 0  # of all jobs; guarded by the lock
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="fourfold-worker", daemon=True)
+
+    # -- the event loop's side --------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def running(self) -> int:
+        return self._session.running
+
+    @property
+    def waiting(self) -> int:
+        return max(0, self._sequences - self._session.running)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Ends after the step it is at; jobs that are not done are told so."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def submit(self, wanted: Sequence[Wanted]) -> Job:
+        if not self.alive:
+            raise ApiError(503, SHUTTING_DOWN)
+        room = self.slots + self._limits.waiting
+        with self._lock:
+            if self._sequences + len(wanted) > room:
+                raise ApiError(
+                    429,
+                    f"the server is busy with {self._sequences} texts of at most {room}; try again",
+                    code="queue_full",
+                    headers={"retry-after": "1"},
+                )
+            self._sequences += len(wanted)
+        job = Job(wanted, self._limits.request_seconds, self._ask_to_cancel)
+        self._inbox.put(lambda: self._admit(job))
+        return job
+
+    def _ask_to_cancel(self, job: Job) -> None:
+        if not job.over:
+            self._inbox.put(lambda: self._drop(job))
+
+    # -- the thread's side ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._stopping:
+            idle = not (self._writers or self._to_judge)
+            try:
+                self._take_in(wait=idle)
+                self._step()
+            except Exception as error:  # the thread must outlive any one request
+                self._recover(error)
+            self._drop_late()
+        self._take_in(wait=False)
+        for job in list(self._jobs):
+            self._fail(job, ApiError(503, SHUTTING_DOWN))
+
+    def _take_in(self, wait: bool) -> None:
+        if wait:
+            self._inbox.get()()
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except Empty:
+                return
+
+    def _step(self) -> None:
+        if self._to_judge:
+            # One at a time: it takes as long as a step or more, and others are waiting.
+            self._judge(*self._to_judge.popleft())
+        if not self._writers:
+            return
+        tokens = self._session.step()
+        self._metrics.step(len(tokens))
+        for token in tokens:
+            job, writer = self._writers[token.sequence]
+            self._count_token(job)
+            piece = writer.take(token)
+            if piece.finish is not None:
+                del self._writers[token.sequence]
+                if token.finish is None:
+                    self._session.cancel(token.sequence)
+            if piece.text or piece.tokens or piece.finish is not None:
+                self._give(job, piece)
+
+    def _admit(self, job: Job) -> None:
+        self._jobs.add(job)
+        for choice, wanted in enumerate(job.wanted):
+            writer = Writer(choice, wanted, self._module.tokenizer)
+            self._metrics.prompt(len(wanted.prompt))
+            if wanted.echo is not None and wanted.options.alternatives is not None:
+                self._to_judge.append((job, writer))
+                continue
+            if wanted.echo is not None:
+                self._give(job, echoed(choice, wanted, self._module.tokenizer))
+            self._add(job, writer)
+
+    def _judge(self, job: Job, writer: Writer) -> None:
+        wanted, tokenizer = writer.wanted, self._module.tokenizer
+        alternatives = wanted.options.alternatives
+        assert alternatives is not None
+        tokens = judge(self._module.decoder, wanted.prompt, alternatives, tokenizer.vocab_size)
+        self._give(job, echoed(writer.choice, wanted, tokenizer, tokens))
+        self._add(job, writer)
+
+    def _add(self, job: Job, writer: Writer) -> None:
+        wanted = writer.wanted
+        if wanted.new_tokens == 0:
+            self._give(job, Piece(writer.choice, finish="length"))
+            return
+        name = self._session.add(wanted.prompt, wanted.options, wanted.number)
+        self._writers[name] = job, writer
+
+    def _give(self, job: Job, piece: Piece) -> None:
+        job.put(piece)
+        if piece.finish is not None:
+            job.open -= 1
+            self._leave(1)
+            if job.open == 0:
+                job.over = True
+                self._jobs.discard(job)
+
+    def _count_token(self, job: Job) -> None:
+        if job.new_tokens == 0:
+            self._metrics.first_token(time.monotonic() - job.began)
+        job.new_tokens += 1
+
+    # -- ends that are not the text's own ---------------------------------------------------
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for job in list(self._jobs):
+            if job.over:
+                self._drop(job)
+            elif now > job.deadline:
+                seconds = self._limits.request_seconds
+                late = ApiError(
+                    504, f"not done within {seconds:g} seconds, which is the limit", code="timeout"
+                )
+                self._fail(job, late)
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        job.put(error)
+        self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        """Nothing more for this job. Its open choices are counted once, however it ends."""
+        for name in [name for name, (one, _) in self._writers.items() if one is job]:
+            del self._writers[name]
+            self._session.cancel(name)
+        self._to_judge = deque(pair for pair in self._to_judge if pair[0] is not job)
+        job.over = True
+        self._jobs.discard(job)
+        self._metrics.cancelled(job.open)
+        self._leave(job.open)
+        job.open = 0
+
+    def _leave(self, sequences: int) -> None:
+        with self._lock:
+            self._sequences -= sequences
+
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed nothing is known about the cache: all begin anew."""
+        known = isinstance(error, UserError)
+        if not known:
+            log.exception("a step failed")
+        message = str(error) if known else "the step failed; the server's log says why"
+        self._writers, self._to_judge = {}, deque()
+        self._session = self._module.session(self.slots)
+        for job in list(self._jobs):
+            self._fail(job, ApiError(500, message))
