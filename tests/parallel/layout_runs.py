@@ -10,10 +10,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 # Drawn with at the end of every run; imported once here instead of by every forked rank.
 import matplotlib.figure  # noqa: F401
@@ -138,38 +138,32 @@ def in_step(engine: Engine, step: int, act: Callable[[], object]) -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
-@dataclass
 class Command:
-    """`fourfold ...` in a process forked from this one, which has everything imported."""
+    """`fourfold ...` in a process forked from this one, which has everything imported.
 
-    pid: int
-    console: Path
+    As a context it leaves nothing behind: the ranks of a command that is killed end with it.
+    """
 
-    @classmethod
-    def start(
-        cls, words: list[str], console: Path, prepare: Callable[[], object] | None = None
-    ) -> Command:
+    def __init__(
+        self, words: list[str], console: Path, prepare: Callable[[], object] | None = None
+    ) -> None:
+        """`prepare` is called in the new process before anything else."""
+        self.console = console
+        self.code: int | None = None
+        console.touch()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid:
-            return cls(pid, console)
-        code = 99
-        try:
-            output = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            # Not closed with their objects: the ranks put others in the place of these.
-            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            sys.argv = ["fourfold", *words]
-            if prepare is not None:
-                prepare()
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-        finally:
-            os._exit(code)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(words, console, prepare)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.ended() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
     def ranks(self) -> dict[int, int]:
         """Process ids by rank, told by the log each writes to."""
@@ -189,22 +183,37 @@ class Command:
 
     def ended(self) -> int | None:
         """The exit code, if the command has ended."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if pid else None
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
 
     def wait(self) -> int:
         """Until it ends; its exit code."""
         deadline = time.monotonic() + COMMAND_SECONDS
         while (code := self.ended()) is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"the command hung\n{self.said()}")
+            assert time.monotonic() < deadline, f"the command hangs\n{self.said()}"
             time.sleep(0.01)
         return code
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-
     def said(self) -> str:
         return self.console.read_text()
+
+
+def _become(words: list[str], console: Path, prepare: Callable[[], object] | None) -> NoReturn:
+    code = 99
+    try:
+        output = os.open(console, os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        sys.argv = ["fourfold", *words]
+        if prepare is not None:
+            prepare()
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

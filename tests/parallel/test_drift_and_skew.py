@@ -75,9 +75,9 @@ def test_the_command_says_what_drifted_and_where(runs: Runs) -> None:
         Engine.__init__ = spoiled  # type: ignore[method-assign,assignment]
 
     words = runs.command("dp2", "run", EVERY_STEP, "Engine.save_load.save_steps=1")
-    command = Command.start(words, runs.folder / "console", spoil)
-    assert command.wait() == 1
-    said = command.said()
+    with Command(words, runs.folder / "console", spoil) as command:
+        assert command.wait() == 1
+        said = command.said()
     assert said.count(f"differ between data-parallel ranks 0, 1: {NORM}.") == 1
     assert "Traceback" not in said
     assert checkpoint.candidates(runs.folder / "run")[0].name == "step_1", "nothing bad was saved"

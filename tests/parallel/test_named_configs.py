@@ -99,8 +99,8 @@ def train(named: Named, world: int, folder: Path, name: str, *overrides: str) ->
     given = [word for setting in settings for word in ("-o", setting)]
     file = CONFIGS / f"{named.file}.yaml"
     words = ["train", "-c", str(file), "--nproc", str(world), *given]
-    command = Command.start(words, folder / f"console_{name}")
-    assert command.wait() == 0, command.said()
+    with Command(words, folder / f"console_{name}") as command:
+        assert command.wait() == 0, command.said()
     return folder / name
 
 
