@@ -8,6 +8,9 @@ from typing import Any
 
 from fourfold.errors import UserError
 
+# Below these, dividing logits leaves the range of float32.
+LEAST_TEMPERATURE, LEAST_PENALTY = 1e-3, 1e-2
+
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
 
 
@@ -85,14 +88,15 @@ class Options:
         # Written so that NaN is refused as well.
         if not 0.0 <= self.top_p <= 1.0:
             raise UserError(f"top_p={self.top_p} is not a probability; choose 0 to 1")
-        if not 0.0 < self.temperature < math.inf:
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise UserError(
-                f"temperature={self.temperature} cannot divide logits; choose a positive number, "
-                "or decode_strategy='greedy_search' for the most probable token"
+                f"temperature={self.temperature} cannot divide logits; choose at least "
+                f"{LEAST_TEMPERATURE}, or decode_strategy='greedy_search' for the most probable "
+                "token"
             )
-        if not 0.0 < self.repetition_penalty < math.inf:
+        if not LEAST_PENALTY <= self.repetition_penalty < math.inf:
             raise UserError(
-                f"repetition_penalty={self.repetition_penalty}: choose a positive number"
+                f"repetition_penalty={self.repetition_penalty}: choose at least {LEAST_PENALTY}"
             )
 
     def _check_beams(self) -> None:

@@ -206,7 +206,7 @@ def _become(words: list[str], console: Path, prepare: Callable[[], object] | Non
         output = os.open(console, os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
         sys.argv = ["fourfold", *words]
         if prepare is not None:
             prepare()

@@ -93,7 +93,7 @@ def test_a_run_survives_the_death_of_its_ranks(
     while done < kills:
         # A run that ends before it was killed often enough is followed by another.
         name = f"killed_after_{done}"
-        words = runs.command(layout, name, *settings, options=("--max-restarts", "100"))
+        words = runs.command(layout, name, *settings, options=("--max-restarts", str(kills)))
         with Command(words, runs.folder / f"console_{name}") as command:
             killer = Killer(command, kills - done, least_steps, seed=done + kills)
             code, said = killer.go(), command.said()
