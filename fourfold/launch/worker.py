@@ -93,8 +93,10 @@ def _redirect_output(log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.close(nothing)
-    os.close(output)
+    for opened in (nothing, output):
+        # Where the supervisor had closed one of the three, it was opened in its place.
+        if opened > 2:
+            os.close(opened)
     # Line by line, so that a rank that is killed has said what it had to say.
     sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
 

@@ -35,6 +35,7 @@ Prepare = Callable[[Engine], object]
 # Small and silent: what is not asked for is neither computed nor written.
 SMALL = (
     "Data.batch_size.global_batch_size=8",
+    "Data.batch_size.micro_batch_size=2",
     "Engine.eval_freq=0",
     "Engine.test_iters=0",
 )
@@ -150,7 +151,7 @@ class Command:
         """`prepare` is called in the new process before anything else."""
         self.console = console
         self.code: int | None = None
-        console.touch()
+        console.write_text("")
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -202,7 +203,10 @@ class Command:
 
 def _become(words: list[str], console: Path, prepare: Callable[[], object] | None) -> NoReturn:
     code = 99
+    # Kept, because streams that own their descriptors would close them when they are replaced.
+    streams = sys.stdout, sys.stderr
     try:
+        assert streams
         output = os.open(console, os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)

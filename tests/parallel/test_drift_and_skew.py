@@ -124,8 +124,8 @@ def test_one_process_has_no_figures_of_others(runs: Runs) -> None:
 )
 def test_shares_of_a_step_make_sense(layout: str, runs: Runs) -> None:
     """Also where evaluations and saves stand between the steps."""
-    between = ("Engine.eval_freq=1", "Engine.eval_iters=3", "Engine.save_load.save_steps=1")
-    run = runs.fit(layout, "run", "Engine.max_steps=4", *between)
+    between = ("Engine.eval_freq=1", "Engine.eval_iters=1", "Engine.save_load.save_steps=1")
+    run = runs.fit(layout, "run", "Engine.max_steps=3", *between)
     for record in records(run):
         ranks = record["ranks"]
         busy = [ranks[f"busy_seconds_{which}"] for which in ("least", "median", "most")]

@@ -19,6 +19,7 @@ from traces import relative
 from fourfold.data import Batch
 from fourfold.engine import Engine
 
+slow = pytest.mark.slow
 ATTENTION = "Model.attention_probs_dropout_prob=0.2"
 HIDDEN = "Model.hidden_dropout_prob=0.2"
 DROPOUT = (ATTENTION, HIDDEN)
@@ -64,7 +65,15 @@ def heads(masks: Masks) -> list[torch.Tensor]:
     return [head for mask in masks["attention"] for sample in mask for head in sample]
 
 
-@pytest.mark.parametrize("layout", ["mp2", "pp2 mp2", "dp2 mp2", "sh2 stage3 mp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mp2",
+        "sh2 stage3 mp2",
+        pytest.param("pp2 mp2", marks=slow),
+        pytest.param("dp2 mp2", marks=slow),
+    ],
+)
 def test_no_two_heads_share_a_mask_and_what_is_replicated_stays_so(
     layout: str,
     runs: Runs,
@@ -80,7 +89,7 @@ def test_no_two_heads_share_a_mask_and_what_is_replicated_stays_so(
     assert not shared(apart), "other samples and layers have other masks"
 
 
-@pytest.mark.parametrize("layout", ["mp2 sp", "pp2 mp2 sp"])
+@pytest.mark.parametrize("layout", ["mp2 sp", pytest.param("pp2 mp2 sp", marks=slow)])
 def test_with_sequence_parallelism_no_two_places_share_a_mask(layout: str, runs: Runs) -> None:
     ranks = runs.on_ranks(layout, "run", masks_of_a_step, *DROPOUT)
     assert not shared([head for masks in ranks for head in heads(masks)])
@@ -88,7 +97,15 @@ def test_with_sequence_parallelism_no_two_places_share_a_mask(layout: str, runs:
     assert ranks[0]["hidden"][0].shape[1] == 8, "half of the 16 positions"
 
 
-@pytest.mark.parametrize("layout", ["dp2", "sh2 stage3", "pp2", "pp2 zbv"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "sh2 stage3",
+        "pp2 zbv",
+        pytest.param("dp2", marks=slow),
+        pytest.param("pp2", marks=slow),
+    ],
+)
 def test_where_no_head_is_cut_off_attention_drops_what_one_process_does(
     layout: str,
     runs: Runs,
@@ -98,9 +115,7 @@ def test_where_no_head_is_cut_off_attention_drops_what_one_process_does(
     assert relative(losses(other), losses(one)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "layout", ["mp2", "mp2 sp", pytest.param("dp2 mp2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", ["mp2", "mp2 sp", pytest.param("dp2 mp2", marks=slow)])
 def test_replicas_do_not_drift_apart(layout: str, runs: Runs) -> None:
     """`fit` raises on every rank if any replica differs by a bit after any step."""
     runs.fit(layout, "run", *DROPOUT, SHORT, "Engine.check_replicas_freq=1")
@@ -110,7 +125,7 @@ def checkpoint_of(run: Path) -> Path:
     return run / "step_4"
 
 
-@pytest.mark.parametrize("layout", ["mp2 sp", pytest.param("pp2 mp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["mp2 sp", pytest.param("pp2 mp2", marks=slow)])
 def test_a_run_is_reproducible_and_resumable_to_the_bit(layout: str, runs: Runs) -> None:
     settings = (*DROPOUT, "Engine.max_steps=4")
     once = runs.fit(layout, "once", *settings)
@@ -124,10 +139,10 @@ def test_a_run_is_reproducible_and_resumable_to_the_bit(layout: str, runs: Runs)
 @pytest.mark.parametrize(
     ("layout", "granularity"),
     [
-        ("mp2", "full"),
         ("mp2", "core_attn"),
-        pytest.param("mp2 sp", "full", marks=pytest.mark.slow),
-        pytest.param("pp2 mp2", "full_attn", marks=pytest.mark.slow),
+        pytest.param("mp2", "full", marks=slow),
+        pytest.param("mp2 sp", "full", marks=slow),
+        pytest.param("pp2 mp2", "full_attn", marks=slow),
     ],
 )
 def test_recomputation_drops_the_same_numbers(layout: str, granularity: str, runs: Runs) -> None:

@@ -11,9 +11,12 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 from layout_runs import Command, Runs, different, losses
+
+from fourfold.launch.supervise import supervise
 
 slow = pytest.mark.slow
 KILLED = re.compile(r"fourfold: rank (\d) was killed by signal 9 \(SIGKILL\)")
@@ -25,8 +28,8 @@ SETTINGS = (*DROPOUT, "Engine.save_load.save_steps=3", "Engine.save_load.keep_la
 class Killer:
     """Kills ranks of a run until it has killed enough or the run has ended."""
 
-    def __init__(self, command: Command, kills: int, least_steps: int, seed: int) -> None:
-        self.command, self.left, self.least_steps = command, kills, least_steps
+    def __init__(self, command: Command, kills: int, seed: int) -> None:
+        self.command, self.left = command, kills
         self.chance = random.Random(seed)
         self.killed: list[int] = []
 
@@ -48,7 +51,7 @@ class Killer:
 
     def _wait_for_a_moment(self) -> int | None:
         """Some steps after the start, give or take; the exit code if the run ends before."""
-        goal = self.chance.randint(self.least_steps, 5)
+        goal = self.chance.randint(0, 5)
         while self._steps() < goal:
             if (code := self.command.ended()) is not None:
                 return code
@@ -74,17 +77,27 @@ class Killer:
         return self.command.said().rpartition(RESTARTED)[2].count("global step")
 
 
+def be_patient_for(seconds: float) -> Callable[[], None]:
+    """While ranks look for each other or save together they wait for one that died: the time the
+    launcher leaves them decides what such a death costs."""
+
+    def prepare() -> None:
+        assert supervise.__kwdefaults__["grace_seconds"] == 10.0
+        supervise.__kwdefaults__["grace_seconds"] = seconds
+
+    return prepare
+
+
 @pytest.mark.parametrize(
-    ("layout", "asynchronous", "steps", "kills", "least_steps"),
+    ("layout", "asynchronous", "steps", "kills", "grace"),
     [
-        # While ranks still look for each other a death costs the launcher's ten seconds of grace.
-        ("dp2 pp2", False, 12, 3, 1),
-        pytest.param("dp2 pp2", False, 40, 10, 0, marks=slow),
-        pytest.param("sh2 stage3 mp2", True, 40, 10, 0, marks=slow),
+        ("dp2 pp2", False, 12, 3, 0.5),
+        pytest.param("dp2 pp2", False, 40, 10, 10.0, marks=slow),
+        pytest.param("sh2 stage3 mp2", True, 40, 10, 10.0, marks=slow),
     ],
 )
 def test_a_run_survives_the_death_of_its_ranks(
-    layout: str, asynchronous: bool, steps: int, kills: int, least_steps: int, runs: Runs
+    layout: str, asynchronous: bool, steps: int, kills: int, grace: float, runs: Runs
 ) -> None:
     settings = (*SETTINGS, f"Engine.max_steps={steps}")
     straight = runs.fit(layout, "straight", *settings)
@@ -94,8 +107,8 @@ def test_a_run_survives_the_death_of_its_ranks(
         # A run that ends before it was killed often enough is followed by another.
         name = f"killed_after_{done}"
         words = runs.command(layout, name, *settings, options=("--max-restarts", str(kills)))
-        with Command(words, runs.folder / f"console_{name}") as command:
-            killer = Killer(command, kills - done, least_steps, seed=done + kills)
+        with Command(words, runs.folder / f"console_{name}", be_patient_for(grace)) as command:
+            killer = Killer(command, kills - done, seed=done + kills)
             code, said = killer.go(), command.said()
         assert code == 0, said
         assert [int(rank) for rank in KILLED.findall(said)] == killer.killed, said

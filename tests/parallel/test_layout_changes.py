@@ -18,10 +18,14 @@ from fourfold.engine import Engine
 from fourfold.engine.stop import STOP_FILE
 
 slow = pytest.mark.slow
-STEPS = 9
+STEPS = 6
 LENGTH = f"Engine.max_steps={STEPS}"
 BLEND = FIXTURE.parent / "megatron_blend"
-MICRO = "Data.batch_size.micro_batch_size"
+ONE_EACH = "Data.batch_size.micro_batch_size=1"
+
+
+def name(legs: list[tuple[str, ...]]) -> str:
+    return " then ".join(" ".join(word.split(".")[-1] for word in leg) for leg in legs)
 
 
 def stop_at(step: int) -> object:
@@ -47,13 +51,13 @@ def go_on(runs: Runs, legs: list[tuple[str, ...]], *shared: str) -> Path:
 @pytest.mark.parametrize(
     "legs",
     [
-        [("dp2 pp2 mp2",), ("sh8 stage3",), ("one",)],
-        [("pp2 mp2 sp",), ("sh2 stage3",), ("one",)],
-        [("one",), ("pp2 sh2 stage2", f"{MICRO}=2"), ("dp2", f"{MICRO}=4")],
-        pytest.param([("dp2 sh2 stage3 mp2 sp",), ("pp4 mp2",), ("dp8",)], marks=slow),
+        [("dp2 pp2 mp2",), ("sh8 stage3", ONE_EACH), ("one",)],
+        pytest.param([("pp2 mp2 sp",), ("sh2 stage3",), ("one",)], marks=slow),
+        [("one",), ("pp2 sh2 stage2", ONE_EACH), ("dp2", "Data.batch_size.micro_batch_size=4")],
+        pytest.param([("dp2 sh2 stage3 mp2 sp",), ("pp4 mp2",), ("dp8", ONE_EACH)], marks=slow),
         pytest.param([("pp2 zbv mp2",), ("pp2 interleaved sh2",), ("mp4 sp",)], marks=slow),
     ],
-    ids=lambda legs: " then ".join(" ".join(leg) for leg in legs),
+    ids=name,
 )
 def test_the_curve_of_one_process_goes_on_under_every_layout(
     legs: list[tuple[str, ...]], runs: Runs
@@ -66,7 +70,9 @@ def test_the_curve_of_one_process_goes_on_under_every_layout(
     assert "seen before" not in notices(changed)
 
 
-@pytest.mark.parametrize("legs", [[("dp2",), ("pp2",)], [("sh2 stage3",), ("mp2",)]])
+@pytest.mark.parametrize(
+    "legs", [[("dp2",), ("pp2",)], pytest.param([("sh2 stage3",), ("mp2",)], marks=slow)], ids=name
+)
 def test_a_run_goes_on_in_another_precision(legs: list[tuple[str, ...]], runs: Runs) -> None:
     straight = runs.fit("one", "straight", LENGTH)
     low = ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2")
@@ -80,9 +86,9 @@ def test_a_run_goes_on_in_another_precision(legs: list[tuple[str, ...]], runs: R
     "legs",
     [
         [("dp2",), ("sh4 stage3",)],
-        pytest.param([("pp2 sh2",), ("dp8",), ("one",)], marks=slow),
+        pytest.param([("pp2 sh2",), ("dp8", ONE_EACH), ("one",)], marks=slow),
     ],
-    ids=lambda legs: " then ".join(" ".join(leg) for leg in legs),
+    ids=name,
 )
 def test_a_mixture_in_elastic_order_serves_the_same_samples_to_any_ranks(
     legs: list[tuple[str, ...]], runs: Runs
