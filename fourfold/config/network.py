@@ -69,7 +69,7 @@ class Model(Section):
     sequence_parallel: bool = key(
         False,
         "With mp_degree above 1, split the activations between the tensor-parallel blocks along "
-        "the sequence too. Same numbers, less memory.",
+        "the sequence too. Same numbers but for where dropout falls, less memory.",
     )
     loss_chunk_tokens: Count = key(
         1024, "Tokens whose logits exist at one time while the loss is computed; bounds its memory."
