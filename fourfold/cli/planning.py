@@ -62,6 +62,11 @@ def plan(
     out: Annotated[Path, typer.Option(help="With --calibrate: the cluster file to write.")] = Path(
         "cluster.yaml"
     ),
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Build a rank of the file's layout on no device and count."),
+    ] = False,
+    rank: Annotated[int, typer.Option(min=0, help="With --dry-run: which rank.")] = 0,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Predict published runs and show the errors.")
     ] = False,
@@ -76,10 +81,14 @@ def plan(
         for line in self_test_lines(rows):
             print(line)
         return
+    if dry_run and config is not None:
+        _dry_run(config, override or [], rank)
+        return
     if config is None or cluster is None:
         raise UserError(
             "plan needs a configuration and a cluster, for example "
-            "-c configs/gpt/quickstart.yaml --cluster 1x8xA100-80G; or --self-test"
+            "-c configs/gpt/quickstart.yaml --cluster 1x8xA100-80G; --dry-run needs the first "
+            "alone, --self-test neither"
         )
     if calibrate is not None:
         _calibrate(config, override or [], cluster, calibrate, out)
@@ -152,6 +161,14 @@ def _make_plan(
             "must divide the ranks, the model and the batch"
         )
     return made, Economics(made, None if tokens is None else _parse_tokens(tokens), price)
+
+
+def _dry_run(config: Path, override: list[str], rank: int) -> None:
+    from fourfold.config import load_config
+    from fourfold.plan.dryrun import dry_run_lines
+
+    for line in dry_run_lines(load_config(config, override), rank):
+        print(line)
 
 
 def _parse_fix(text: str, option: str) -> dict[str, object]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
-from fourfold.errors import UserError
+from fourfold.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from fourfold.config import Config
+    from fourfold.engine.expectation import Expectation
 
 Processes = Annotated[
     int | None, typer.Option(min=1, help="Start so many processes on this machine.")
@@ -30,6 +35,16 @@ Master = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 can be reached.")
 ]
 
+Auto = Annotated[
+    bool, typer.Option("--auto", help="Choose the layout for the processes there are.")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", help="With auto: 2x8xA100-80G or a cluster.yaml; by default ./cluster.yaml."
+    ),
+]
+
 
 def train(
     config: ConfigFile,
@@ -40,26 +55,74 @@ def train(
     nnodes: NumNodes = None,
     node_rank: NodeRank = None,
     master: Master = None,
+    auto: Auto = False,
+    cluster: ClusterOption = None,
 ) -> None:
     """Train the model a YAML file describes; resumes if the run has checkpoints.
 
     Without --nproc one process trains, or those that torchrun, srun or mpirun started.
     """
     _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
-    overrides = override or []
+    run = Run(config, override or [], auto, cluster)
     if nnodes is not None:
         assert nproc is not None and node_rank is not None and master is not None
-        _train_on_nodes(config, overrides, nproc, max_restarts or 0, (nnodes, node_rank, master))
+        _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
     elif nproc is not None:
-        code = _train_in_processes(config, overrides, nproc, max_restarts or 0, hang_seconds)
-        raise typer.Exit(code)
+        raise typer.Exit(_train_in_processes(run, nproc, max_restarts or 0, hang_seconds))
     else:
-        _train_here(config, overrides)
+        _train_here(run)
 
 
-def _train_here(config: Path, overrides: list[str]) -> None:
+@dataclass(frozen=True)
+class Run:
+    """What the user said about a run."""
+
+    file: Path
+    overrides: list[str]
+    auto: bool
+    cluster: str | None
+
+    def resolve(self, world_size: int | None) -> tuple[Config, Expectation | None]:
+        """The configuration for so many processes (None: one, started by hand), and what its plan
+        foretells where the layout is left to us."""
+        from fourfold.config import load_config
+
+        if not self.auto:
+            try:
+                config = load_config(self.file, self.overrides, world_size)
+                is_auto = config.Distributed.auto
+            except ConfigError:
+                # A layout that is yet to be chosen may well not fit together as it is written.
+                if not self._asks_for_auto():
+                    raise
+                is_auto = True
+            if not is_auto and self.cluster is not None:
+                raise UserError(
+                    f"--cluster {self.cluster} describes the machine for a layout that is chosen; "
+                    "add --auto, or leave it out"
+                )
+            if not is_auto:
+                return config, None
+        from fourfold.plan.auto import choose
+
+        choice = choose(self.file, self.overrides, world_size or 1, self.cluster)
+        return choice.config, choice.expected
+
+    def _asks_for_auto(self) -> bool:
+        from fourfold.config.wishes import read_wishes
+
+        return read_wishes(self.file, self.overrides).auto
+
+    def words(self) -> list[str]:
+        """The same as arguments of the command."""
+        again = ["train", "-c", str(self.file)]
+        again += [word for text in self.overrides for word in ("-o", text)]
+        again += ["--auto"] if self.auto else []
+        return again + (["--cluster", self.cluster] if self.cluster is not None else [])
+
+
+def _train_here(run: Run) -> None:
     """One process, or one of those a launcher started."""
-    from fourfold.config import load_config
     from fourfold.launch.join import join_launcher
     from fourfold.launch.kernel import die_with_parent
 
@@ -68,17 +131,14 @@ def _train_here(config: Path, overrides: list[str]) -> None:
         # torchrun that is killed would leave its processes behind.
         die_with_parent(os.getppid())
     size = launcher.world_size if launcher else 1
-    resolved = load_config(config, overrides, size if size > 1 else None)
+    resolved, expected = run.resolve(size if size > 1 else None)
 
     from fourfold.engine import Engine
 
-    Engine(resolved, size).fit()
+    Engine(resolved, size, expected).fit()
 
 
-def _train_in_processes(
-    config: Path, overrides: list[str], nproc: int, max_restarts: int, hang_seconds: float | None
-) -> int:
-    from fourfold.config import load_config
+def _train_in_processes(run: Run, nproc: int, max_restarts: int, hang_seconds: float | None) -> int:
     from fourfold.launch.join import join_launcher
 
     launcher = join_launcher(os.environ)
@@ -87,7 +147,7 @@ def _train_in_processes(
             f"--nproc {nproc} would start processes inside each of the {launcher.world_size} that "
             f"{launcher.name} started; leave --nproc out, or start a single process"
         )
-    resolved = load_config(config, overrides, nproc)
+    resolved, expected = run.resolve(nproc)
 
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
     from fourfold.engine import Engine
@@ -98,7 +158,7 @@ def _train_in_processes(
     if hang_seconds is None:
         hang_seconds = resolved.Distributed.timeout_seconds
     return supervise(
-        lambda: Engine(resolved, nproc).fit(),
+        lambda: Engine(resolved, nproc, expected).fit(),
         nproc,
         Path(resolved.Engine.save_load.output_dir) / "logs",
         max_restarts=max_restarts,
@@ -107,19 +167,16 @@ def _train_in_processes(
 
 
 def _train_on_nodes(
-    config: Path,
-    overrides: list[str],
+    run: Run,
     nproc: int,
     max_restarts: int,
     nodes: tuple[int, int, str],
 ) -> None:
-    from fourfold.config import load_config
     from fourfold.launch.torchrun import Nodes, torchrun_command
 
-    resolved = load_config(config, overrides, nproc * nodes[0])
+    resolved, _ = run.resolve(nproc * nodes[0])
     log_dir = Path(resolved.Engine.save_load.output_dir) / "logs"
-    again = ["train", "-c", str(config), *(word for text in overrides for word in ("-o", text))]
-    command = torchrun_command(Nodes(*nodes), nproc, max_restarts, log_dir, again)
+    command = torchrun_command(Nodes(*nodes), nproc, max_restarts, log_dir, run.words())
     os.execv(command[0], command)
 
 

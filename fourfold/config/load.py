@@ -20,9 +20,11 @@ from fourfold.config.fields import Section, allowed_text, leaves, section_type
 from fourfold.config.nearest import did_you_mean, nearest
 from fourfold.config.overrides import apply_overrides
 from fourfold.config.resolve import resolve
-from fourfold.config.spellings import RENAMED, translate
+from fourfold.config.spellings import RENAMED, spell_out_auto, translate
 from fourfold.config.tree import Config
 from fourfold.errors import ConfigError
+
+AUTO = "Distributed.auto=True"
 
 
 def load_config(
@@ -35,9 +37,8 @@ def load_config(
     """
     assert world_size is None or world_size >= 1
     report = Report()
-    tree = apply_overrides(read_tree(path), list(overrides), report)
-    translate(tree, report)
-    config, reported = _validate(tree, report)
+    tree = read_spelled_out(path, overrides, report)
+    config, reported = validate(tree, report)
     findings = Findings(tree, str(path), report, reported)
     resolve(config, findings, world_size)
     check(config, findings)
@@ -47,7 +48,18 @@ def load_config(
     return config
 
 
-def _validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
+def read_spelled_out(path: str | Path, overrides: Sequence[str], report: Report) -> Tree:
+    """The file with its bases and every override in it, under the documented names."""
+    tree = read_tree(path)
+    # Before the overrides, which add keys to sections and would replace a word.
+    spell_out_auto(tree)
+    spelled = [AUTO if text.lower() == "distributed=auto" else text for text in overrides]
+    tree = apply_overrides(tree, spelled, report)
+    translate(tree, report)
+    return tree
+
+
+def validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
     """The typed tree, with defaults in place of what is reported, and the paths reported."""
     values = _without_nulls(tree, Config)
     reported: set[str] = set()

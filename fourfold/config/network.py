@@ -101,6 +101,11 @@ PipelineSchedule = Literal[
 
 
 class Distributed(Section):
+    auto: bool = key(
+        False,
+        "Let fourfold train choose the layout for the processes it has, by its cost model; "
+        "`Distributed: auto` says the same. Degrees above 1 and whatever -o sets are kept.",
+    )
     dp_degree: Count = derived(
         "Copies of the model that each read their own samples. Null is what the number of "
         "processes leaves: processes / (mp_degree * pp_degree * sharding_degree)."

@@ -25,6 +25,12 @@ def resolve(config: Config, findings: Findings, world_size: int | None) -> None:
     """Fill in and adjust `config` for `world_size` processes, or for none started (None)."""
     if config.Global.device == "gpu":
         config.Global.device = "cuda"
+    if config.Distributed.auto:
+        findings.notice(
+            "Distributed.auto: the layout is chosen when fourfold train starts; until then the "
+            "degrees are taken as written",
+            "Distributed.auto",
+        )
     _resolve_degrees(config, findings, world_size)
     _resolve_batch(config, findings)
     _resolve_engine(config, findings)

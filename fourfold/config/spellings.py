@@ -115,8 +115,16 @@ NOT_OFFERED: dict[str, tuple[bool, str]] = {
 }
 
 
+def spell_out_auto(tree: Tree) -> None:
+    """`Distributed: auto` becomes `Distributed.auto: True`, so that degrees can stand beside it."""
+    entry = tree.get("Distributed")
+    if entry is not None and isinstance(entry.value, str) and entry.value.lower() == "auto":
+        entry.value = {"auto": Entry(True, entry.source, entry.layer)}
+
+
 def translate(tree: Tree, report: Report) -> None:
     """Rewrite every other spelling in `tree` to the documented one."""
+    spell_out_auto(tree)
     _unfold_old_layout(tree, report)
     _lift_nested_sections(tree, report)
     _divide_auto_parallel_dp(tree, report)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fourfold.config import Config
+from fourfold.engine.expectation import Comparison, Expectation
 from fourfold.mesh import Mesh
 from fourfold.metrics import (
     Meter,
@@ -22,6 +23,7 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
+from fourfold.metrics.memory import device_memory, host_memory
 from fourfold.model import ModelShape, flops_per_token
 from fourfold.parallel import Precision
 from fourfold.waiting import waited
@@ -41,6 +43,7 @@ class Instruments:
         precision: Precision,
         done_steps: int,
         closing: ExitStack,
+        expected: Expectation | None = None,
     ) -> None:
         self.mesh = mesh
         self.on_cpu = device.type == "cpu"
@@ -68,15 +71,27 @@ class Instruments:
         self.profiler = ProfilerWindow(**config.Profiler.model_dump(), echo=self.sinks.notice)
         closing.callback(self.profiler.close)
         self.stragglers = Stragglers()
+        self.comparison = None if expected is None else Comparison(expected)
         self.reported_step = done_steps
         self.waited_before = waited.copy()
 
     def end_step(self, **fields: Any) -> None:
         """Close the step; at the end of a logging window, record it."""
         record = self.meter.end_step(**fields)
+        if record is not None and self.comparison is not None:
+            self.comparison.take(record)
         if record is not None:
             self.sinks.train(self._with_ranks(record) if self.mesh.size > 1 else record)
         self.profiler.step()
+
+    def compare(self, step: int) -> None:
+        """At the end: what was expected and what was; every rank comes here."""
+        if self.comparison is None:
+            return
+        device, host = device_memory(), host_memory()
+        own = device.peak_allocated_bytes if device is not None else host.peak_rss_bytes
+        peaks = [int(row[0]) for row in self.mesh.everyone(own or 0)]
+        self.comparison.tell(self.sinks, step, peaks, self.meter.logging_freq)
 
     def _with_ranks(self, record: Step) -> Step:
         """Add what the other ranks measured; every rank comes here at the same steps."""

@@ -14,6 +14,7 @@ from fourfold.checkpoint import Crew, PendingSave
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
+from fourfold.engine.expectation import Expectation
 from fourfold.engine.feeds import open_feeds
 from fourfold.engine.guard import Guard
 from fourfold.engine.instruments import Instruments
@@ -31,8 +32,12 @@ from fourfold.waiting import uncounted
 class Engine:
     """A run: model, data, optimizer and the place they are saved to."""
 
-    def __init__(self, config: Config, world_size: int = 1) -> None:
+    def __init__(
+        self, config: Config, world_size: int = 1, expected: Expectation | None = None
+    ) -> None:
+        """`expected` is what a plan said of this run; it is compared with what happens."""
         self.config = config
+        self.expected = expected
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.layout = layout_of(config)
         self.layout.check(world_size)
@@ -49,7 +54,7 @@ class Engine:
         # Rank 0 makes the index caches, the others then find them.
         self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
         self.runner = parallelize(config, self.mesh, self.device)
-        self.optimizer = _build_optimizer(config, self.runner.masters)
+        self.optimizer = build_optimizer(config, self.runner.masters)
         self.schedule = _build_schedule(config)
         self.loss_scale = (
             LossScale(config.Engine.mix_precision.scale_loss)
@@ -74,6 +79,7 @@ class Engine:
             watch = self._open_instruments(closing)
             with StopRequest(self.output_dir) as stop:
                 stopped = self._train(watch, stop)
+            watch.compare(self.step)
             if not stopped:
                 with watch.meter.timed("evaluate"):
                     self._evaluate(watch.sinks, "test", self.config.Engine.test_iters)
@@ -180,7 +186,9 @@ class Engine:
     def _open_instruments(self, closing: ExitStack) -> Instruments:
         """Instruments; says everything the run derived before its first step."""
         config, precision = self.config, self.runner.precision
-        watch = Instruments(config, self.mesh, self.device, precision, self.step, closing)
+        watch = Instruments(
+            config, self.mesh, self.device, precision, self.step, closing, self.expected
+        )
         lists = config.Engine.mix_precision
         if precision.level:
             self.notices += unmet_list_entries(
@@ -189,7 +197,8 @@ class Engine:
         if slow := slow_dtype_notice(precision.dtype, self.device):
             self.notices.append(slow)
         plan = describe(config, self.layout, self.runner, self.feeds, watch.peak_reason)
-        for line in [*self.notices, *plan]:
+        foretold = [] if self.expected is None else [self.expected.line()]
+        for line in [*self.notices, *plan, *foretold]:
             watch.sinks.notice(line)
         return watch
 
@@ -222,7 +231,8 @@ def _build_schedule(config: Config) -> Schedule:
     return Schedule(lr.max_lr, lr.min_lr, lr.warmup_rate, lr.decay_steps)
 
 
-def _build_optimizer(config: Config, masters: dict[str, Any]) -> Optimizer:
+def build_optimizer(config: Config, masters: dict[str, Any]) -> Optimizer:
+    """The configured optimizer over the fp32 weights of this rank."""
     section = config.Optimizer
     return Optimizer(
         masters,

@@ -6,6 +6,9 @@ are imported only where the layout has such an axis.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
 from fourfold.config import Config
@@ -16,7 +19,25 @@ from fourfold.parallel.recompute import apply_recompute
 from fourfold.parallel.runner import Runner
 from fourfold.parallel.stages import stages_here
 
-__all__ = ["Precision", "Runner", "layout_of", "parallelize", "preload"]
+if TYPE_CHECKING:
+    from fourfold.parallel.shard import Sharding
+
+__all__ = ["Precision", "Runner", "assemble", "draft", "layout_of", "parallelize", "preload"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """This rank's parts of the model in their final shape, by stage, with no memory yet."""
+
+    parts: dict[int, GPT]
+    precision: Precision
+    sharding: Sharding | None
+    home: torch.device  # of the parameters
+
+    def allocate(self) -> None:
+        """Give the parts memory, with nothing in it yet."""
+        for part in self.parts.values():
+            part.to_empty(device=self.home)
 
 
 def parallelize(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = True) -> Runner:
@@ -26,9 +47,18 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool
     (seed, parameter name) alone, so what is built does not depend on how it is cut. Not `fresh`
     leaves the weights to whoever loads them.
     """
+    drawn = draft(config, mesh, device)
+    drawn.allocate()
+    runner = assemble(config, mesh, device, drawn)
+    if fresh and device.type != "meta":
+        runner.initialize()
+    return runner
+
+
+def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
     layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
     precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
-    sharding, pipeline, home = None, None, device
+    sharding, home = None, device
     if layout.sharding > 1:
         from fourfold.parallel.shard import Sharding
 
@@ -52,26 +82,30 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool
         precision.apply_autocast(part, device)
         if sharding is not None:
             sharding.apply(part)
-        part.to_empty(device=home)
-    if layout.pp > 1:
+    return Draft(parts, precision, sharding, home)
+
+
+def assemble(config: Config, mesh: Mesh, device: torch.device, drawn: Draft) -> Runner:
+    """Join parts that have memory to what runs batches."""
+    pipeline = None
+    if mesh.layout.pp > 1:
         from fourfold.parallel.pipeline import build_pipeline
 
-        pipeline = build_pipeline(config, mesh, parts, precision, sharding, device)
-    runner = Runner(
-        list(parts.values()),
+        pipeline = build_pipeline(
+            config, mesh, drawn.parts, drawn.precision, drawn.sharding, device
+        )
+    return Runner(
+        list(drawn.parts.values()),
         mesh,
-        precision=precision,
+        precision=drawn.precision,
         device=device,
         micro_batch_size=config.Data.batch_size.micro_batch_size,
         micro_batches=config.Engine.accumulate_steps,
         seed=config.Global.seed,
-        by_sequence=model.sequence_parallel,
-        sharding=sharding,
+        by_sequence=config.Model.sequence_parallel,
+        sharding=drawn.sharding,
         pipeline=pipeline,
     )
-    if fresh and device.type != "meta":
-        runner.initialize()
-    return runner
 
 
 def layout_of(config: Config) -> Layout:

@@ -92,7 +92,7 @@ class Runner:
             total = self._run_pipeline(self.pipeline, batch, scale, seeds)
         else:
             total = self._run_micro_batches(batch, scale, seeds)
-        self._finish_gradients()
+        self.finish_gradients()
         return self._share(total) / loss_scale
 
     def _run_micro_batches(self, batch: Batch, scale: float, seeds: list[int]) -> Tensor:
@@ -114,7 +114,7 @@ class Runner:
         return pipeline.step(tokens, arguments)
 
     @torch.no_grad()
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """What the backward pass left on several ranks, or in low precision, becomes whole."""
         if self.sharding is None:
             self.precision.collect(self.parameters, self.masters)

@@ -53,6 +53,14 @@ class Device(BaseModel):
     )
     has_bf16: bool = Field(default=True, description="False: 16-bit products are fp16 only.")
     is_cpu: bool = Field(default=False, description="A processor: gloo, no flash with dropout.")
+    cores: Annotated[int, Ge(0), Le(2**20)] = Field(
+        default=0, description="Cores that the ranks of a node share; 0: each has its own device."
+    )
+    layer_factor: Positive = Field(
+        default=1.0, description="Speed of element-wise work in a layer over memory_gbps."
+    )
+    logit_factor: Positive = Field(default=1.0, description="The same of the loss.")
+    update_factor: Positive = Field(default=1.0, description="The same of the optimizer.")
 
 
 def _device(
@@ -109,6 +117,9 @@ class Cluster(BaseModel):
     device_mtbf_hours: Positive = 50000.0
     restart_minutes: NotNegative = 10.0
     device: Device
+    shared_by: dict[Count, Device] = Field(
+        default={}, description="A processor as other numbers of ranks than this find it."
+    )
 
     @model_validator(mode="after")
     def _check_size(self) -> Cluster:
@@ -130,8 +141,13 @@ class Cluster(BaseModel):
     def with_world(self, world: int) -> Cluster:
         """The same devices, more or fewer of them, in nodes of the same size where possible."""
         per_node = min(self.devices_per_node, world)
+        nodes = -(-world // per_node)
         return self.model_copy(
-            update={"nodes": -(-world // per_node), "devices_per_node": per_node}
+            update={
+                "nodes": nodes,
+                "devices_per_node": per_node,
+                "device": self.shared_by.get(per_node, self.device),
+            }
         )
 
     def machine(self, precision: Literal["float32", "bfloat16", "float16"]) -> Machine:
@@ -149,6 +165,11 @@ class Cluster(BaseModel):
             launch=1e-6 * device.launch_us,
             intra_latency=1e-6 * device.intra_latency_us,
             inter_latency=1e-6 * device.inter_latency_us,
+            layer_factor=device.layer_factor,
+            logit_factor=device.logit_factor,
+            update_factor=device.update_factor,
+            serial=device.is_cpu,
+            crowd=max(1.0, self.devices_per_node / device.cores) if device.cores else 1.0,
         )
 
 
@@ -227,10 +248,19 @@ def save_cluster(cluster: Cluster, path: Path, heading: str) -> None:
     lines = [f"# {line}" for line in heading.splitlines()]
     for name in ("nodes", "devices_per_node", "disk_gbps", "device_mtbf_hours", "restart_minutes"):
         lines.append(f"{name}: {_shown(getattr(cluster, name))}")
-    lines.append("device:")
-    for name, field in Device.model_fields.items():
-        lines.append(f"  {name}: {_shown(getattr(cluster.device, name))}  # {field.description}")
+    lines += ["device:", *_device_lines(cluster.device, "  ")]
+    if cluster.shared_by:
+        lines.append("shared_by:  # the device as each of other numbers of ranks finds it")
+    for ranks, device in cluster.shared_by.items():
+        lines += [f"  {ranks}:", *_device_lines(device, "    ")]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _device_lines(device: Device, indent: str) -> list[str]:
+    return [
+        f"{indent}{name}: {_shown(getattr(device, name))}  # {field.description}"
+        for name, field in Device.model_fields.items()
+    ]
 
 
 def _shown(value: object) -> object:

@@ -12,19 +12,29 @@ import torch
 
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster, Device, find_device
 from fourfold.plan.coefficients import load_coefficients
-from fourfold.plan.layertime import TILE, layer_time
+from fourfold.plan.layertime import (
+    BACKWARD_KERNELS,
+    LOGIT_MOVES,
+    TILE,
+    head_seconds,
+    layer_time,
+)
 from fourfold.plan.machine import Machine
 from fourfold.plan.measuring import (
+    HEAD_TOKENS,
     LAYER,
-    LAYER_BATCH,
+    LAYER_BATCHES,
     LAYER_SEQ,
+    UPDATED,
     Measured,
     Rates,
     disk_rate,
     measure,
     measure_together,
 )
+from fourfold.plan.steptime import OPTIMIZER_BYTES
 from fourfold.plan.workload import Network, Software, Spread
+from fourfold.tokenizer import num_processors
 
 
 @dataclass(frozen=True)
@@ -34,22 +44,48 @@ class Findings:
 
 
 def examine(processes: int, seconds: float, directory: Path) -> Findings:
-    """Measure with `processes` at once; `seconds` is how long each measurement may take."""
+    """Measure with `processes` at once; `seconds` is how long each measurement may take.
+
+    On a processor what one rank can do depends on how many there are, so fewer are tried too.
+    """
     disk = disk_rate(directory)
-    found = measure_together(processes, seconds)
-    device = _device(found, processes)
-    cluster = Cluster(nodes=1, devices_per_node=processes, disk_gbps=disk / 1e9, device=device)
-    return Findings(cluster, list(_lines(cluster, found, processes)))
+    counts = [processes]
+    if not torch.cuda.is_available():
+        counts += [2**power for power in range(processes.bit_length()) if 2**power < processes]
+    found = {count: measure_together(count, seconds) for count in counts}
+    devices = {count: _device(found[count], count) for count in counts}
+    cluster = Cluster(
+        nodes=1,
+        devices_per_node=processes,
+        disk_gbps=disk / 1e9,
+        device=devices.pop(processes),
+        shared_by=dict(sorted(devices.items())),
+    )
+    lines = list(_lines(cluster, found[processes], processes))
+    for count, device in cluster.shared_by.items():
+        lines.append(
+            f"with {count} process(es): {1e3 * device.peak_tflops_fp32:.0f} GFLOP/s each, memory "
+            f"{device.memory_gbps:.1f} GB/s"
+        )
+    return Findings(cluster, lines)
 
 
 def this_cpu(processes: int) -> Device:
     """A quick look at this processor for `--cluster NxCPU`: no processes, no disk."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    torch.set_num_threads(max(1, num_processors() // processes))
     try:
         return _device(measure(torch.device("cpu"), 0.05), processes)
     finally:
         torch.set_num_threads(threads)
+
+
+def crowded(device: Device, processes: int) -> Device:
+    """What a rank has left of its core when it shares it with others."""
+    share = min(1.0, num_processors() / processes)
+    slower = ("peak_tflops", "peak_tflops_fp32", "memory_gbps")
+    changed = {name: share * getattr(device, name) for name in slower}
+    return device.model_copy(update=changed | {"launch_us": device.launch_us / share})
 
 
 def _device(found: Measured, processes: int) -> Device:
@@ -72,24 +108,54 @@ def _device(found: Measured, processes: int) -> Device:
     if not device.is_cpu:
         return device
     machine = Cluster(device=device, devices_per_node=processes).machine("float32")
-    effective = _effective_bandwidth(machine, found)
-    return device.model_copy(update={"memory_gbps": effective / 1e9})
+    return crowded(device.model_copy(update=_factors(machine, found)), processes)
 
 
-def _effective_bandwidth(machine: Machine, found: Measured) -> float:
-    """The memory bandwidth that explains the time of a whole layer. A processor's caches make its
-    element-wise work faster than its memory, and its functions cost arithmetic: copying alone
-    would not tell."""
+def _factors(machine: Machine, found: Measured) -> dict[str, float]:
+    """What explains the times of whole pieces of a step. A processor's caches make element-wise
+    work faster than its memory, its functions cost arithmetic, and every operation costs its issue:
+    copying alone would not tell."""
+    few, many = (_layer(batch, machine, found) for batch in LAYER_BATCHES)
+    # seconds = fixed + moving / factor + issue, for few and for many tokens
+    factor = (many.moving - few.moving) / max(many.left - few.left, 1e-2 * many.moving)
+    issue = max(few.left - few.moving / factor, 0.0)
+    kernels = load_coefficients().kernels * (1 + BACKWARD_KERNELS)
+    network, spread, software = _layer_inputs(1)
+    network, spread = replace(network, seq=HEAD_TOKENS), replace(spread, micro_batch=1)
+    c = load_coefficients()
+    head = head_seconds(network, spread, software, machine, c)
+    logits = LOGIT_MOVES * HEAD_TOKENS * network.vocab / machine.memory_bandwidth
+    left = max(found.head_seconds - (head - logits), 0.05 * found.head_seconds)
+    moved = c.optimizer * OPTIMIZER_BYTES * UPDATED / machine.memory_bandwidth
+    return {
+        "layer_factor": float(factor),
+        "launch_us": 1e6 * issue / kernels,
+        "logit_factor": float(logits / left),
+        "update_factor": float(moved / found.update_seconds),
+    }
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """Seconds of the timed layer: what is left without its products, and what moving would take
+    at the memory's own speed."""
+
+    left: float
+    moving: float
+
+
+def _layer(batch: int, machine: Machine, found: Measured) -> LayerShare:
+    time = layer_time(*_layer_inputs(batch), machine, load_coefficients()).all
+    left = found.layer_seconds[batch] - float(time.products + time.attention)
+    return LayerShare(left, float(time.elementwise))
+
+
+def _layer_inputs(batch: int) -> tuple[Network, Spread, Software]:
     network = Network(
         1, LAYER.hidden_size, LAYER.num_attention_heads, LAYER.ffn_hidden_size, LAYER.vocab_size,
         LAYER_SEQ, LAYER_SEQ, hidden_dropout=False, attention_dropout=False,
     )  # fmt: skip
-    software = Software(compute_bytes=4)
-    spread, c = Spread(micro_batch=LAYER_BATCH), load_coefficients()
-    tried = np.geomspace(found.memory_bandwidth / 30, found.memory_bandwidth * 30, 400)
-    columns = replace(machine, memory_bandwidth=tried)
-    predicted = layer_time(network, spread, software, columns, c).all.device
-    return float(tried[np.abs(np.log(predicted / found.layer_seconds)).argmin()])
+    return network, Spread(micro_batch=batch), Software(compute_bytes=4, residual_bytes=4)
 
 
 def _describe(processes: int) -> Device:
@@ -98,6 +164,10 @@ def _describe(processes: int) -> Device:
         name = torch.cuda.get_device_name(0)
         memory = torch.cuda.get_device_properties(0).total_memory
         return _plain_device(name.replace(" ", "-"), memory / GIB, is_cpu=False)
+    return plain_cpu(processes)
+
+
+def plain_cpu(processes: int) -> Device:
     return _plain_device("CPU", _host_bytes() / processes / GIB, is_cpu=True)
 
 
@@ -115,6 +185,7 @@ def _plain_device(name: str, memory_gib: float, *, is_cpu: bool) -> Device:
             "inter_latency_us": 100.0 if is_cpu else like.inter_latency_us,
             "band": UNCHECKED_BAND,
             "is_cpu": is_cpu,
+            "cores": num_processors() if is_cpu else 0,
         }
     )
 
@@ -162,13 +233,17 @@ def _lines(cluster: Cluster, found: Measured, processes: int) -> Iterator[str]:
     for name, rates in (("fp32", found.rates), ("bf16", found.low_rates)):
         listed = ", ".join(f"{m}x{n}x{k} {rate / 1e9:.0f}" for (m, n, k), rate in rates.items())
         yield f"products in {name}, GFLOP/s: {listed}"
-    yield (
-        f"one layer, hidden {LAYER.hidden_size}, {LAYER_BATCH * LAYER_SEQ} tokens: "
-        f"{1e3 * found.layer_seconds:.1f} ms forward and backward"
+    listed = ", ".join(
+        f"{batch * LAYER_SEQ} tokens {1e3 * took:.1f} ms"
+        for batch, took in found.layer_seconds.items()
     )
     yield (
-        f"memory {found.memory_bandwidth / 1e9:.1f} GB/s copying, {device.memory_gbps:.1f} GB/s "
-        f"in a layer; {device.launch_us:.1f} us per operation"
+        f"one layer, hidden {LAYER.hidden_size}, forward and backward: {listed}; head and loss "
+        f"{HEAD_TOKENS} tokens {1e3 * found.head_seconds:.1f} ms"
+    )
+    yield (
+        f"memory {found.memory_bandwidth / 1e9:.1f} GB/s copying; {device.launch_us:.1f} us per "
+        f"operation; {1e9 * found.update_seconds / UPDATED:.1f} ns to update a parameter"
     )
     yield f"disk {cluster.disk_gbps:.2f} GB/s"
     if found.messages:

@@ -8,7 +8,7 @@ Host and device run side by side: the slower of the two sets the pace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,12 +87,15 @@ def layer_time(
         forward.products / 3,
         forward.attention,
         forward.elementwise / 3,
-        forward.tensor_parallel / 2,
+        np.where(software.stops_early, 0.0, forward.tensor_parallel / 2),
         forward.host / 2,
     )
+    # A block's last sum over ranks is not made again where recomputing stops before it.
+    stopped = 0.5 * np.where(software.stops_early, forward.tensor_parallel, 0.0)
+    whole = replace(forward, tensor_parallel=forward.tensor_parallel - stopped)
     mode = np.asarray(spread.recompute)
     repeated = forward.plus(forward, -1.0)
-    for name, part in (("full", forward), ("full_attn", block), ("core_attn", core)):
+    for name, part in (("full", whole), ("full_attn", block), ("core_attn", core)):
         repeated = repeated.plus(part, np.where(mode == name, 1.0, 0.0))
     return LayerTime(forward, repeated, backward)
 
@@ -108,11 +111,15 @@ def _passes(
     whole = MOVED_WHOLE / np.where(spread.sequence_parallel, t, 1)
     inner = np.where(network.gated, 3.0, MOVED_ACTIVATION) * network.ffn / network.hidden
     slack = np.where(software.fused, 1.0, c.traffic)
-    moved = unit * (whole + (MOVED_HEADS + inner) / t) * slack / machine.memory_bandwidth
+    moved = unit * (whole + (MOVED_HEADS + inner) / t) * slack / machine.layer_bandwidth
     group = Group.of(t, 1, machine)
     reduce = 2 * all_reduce_seconds(unit, group, machine)
-    # With sequence parallelism the backward pass gathers the two inputs a second time.
-    again = np.where(spread.sequence_parallel, 2 * gather_seconds(unit, group, machine), 0.0)
+    # Sums of the backward pass are of what norms gave.
+    wide = unit * software.residual_bytes / software.compute_bytes
+    reduce_back = 2 * all_reduce_seconds(wide, group, machine)
+    # With sequence parallelism the backward pass may gather the two inputs a second time.
+    regathers = np.asarray(spread.sequence_parallel) & np.asarray(software.regathers)
+    again = np.where(regathers, 2 * gather_seconds(unit, group, machine), 0.0)
     # A collective starts when the last of its hosts arrives: the more, the later.
     issued = c.kernels + c.collective_kernels * (t - 1)
     host = machine.launch * np.where(software.fused, FUSED_KERNELS, 1.0) * issued
@@ -122,7 +129,7 @@ def _passes(
             products[1],
             attention[1],
             BACKWARD_MOVES * moved,
-            reduce + again,
+            reduce_back + again,
             BACKWARD_KERNELS * host,
         ),
     )
@@ -168,7 +175,7 @@ def _attention(
     flops = forward_flops(network.hidden, 0, 0, s).core * s * sequences
     rate = machine.peak * machine.sustained
     head_size = network.hidden / network.heads
-    table = sequences * network.heads * s * s * c.scores / machine.memory_bandwidth
+    table = sequences * network.heads * s * s * c.scores / machine.layer_bandwidth
     unfused = flops / rate * (1 + c.inner / head_size)
     flash = 0.5 * flops / rate
     scale = software.compute_bytes / 2
@@ -190,4 +197,5 @@ def head_seconds(
     tokens = spread.micro_batch * network.seq / spread.context
     rows, size = network.vocab / spread.mp, software.compute_bytes
     forward, backward = linear_seconds(tokens, rows, network.hidden, machine, c, size)
-    return forward + backward + LOGIT_MOVES * tokens * rows / machine.memory_bandwidth
+    moving = machine.memory_bandwidth * machine.logit_factor
+    return forward + backward + LOGIT_MOVES * tokens * rows / moving

@@ -28,6 +28,15 @@ class Machine:
     launch: Numbers  # seconds the host needs to issue one kernel
     intra_latency: Numbers  # seconds per hop of a ring
     inter_latency: Numbers
+    layer_factor: Numbers = 1.0  # speed of element-wise work in a layer over the memory's
+    logit_factor: Numbers = 1.0  # and of the loss, and of the optimizer
+    update_factor: Numbers = 1.0
+    serial: Numbers = False  # the host is the device: issuing an operation adds to running it
+    crowd: Numbers = 1.0  # ranks that share a core, if more than one
+
+    @property
+    def layer_bandwidth(self) -> Numbers:
+        return self.memory_bandwidth * self.layer_factor
 
 
 def machine_columns(machines: Sequence[Machine]) -> Machine:

@@ -1,8 +1,8 @@
 """Timing this machine: products, a layer, memory, operations, the disk, messages between processes.
 
 Every figure is the lower quartile of repeated timings: what the machine does when nothing else
-disturbs it. Processes measure together, each with its share of the cores, because that is how
-they will train.
+disturbs it. Processes measure together, each with its share of the cores and no more of them than
+cores, because that is how they will train.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import torch.distributed as dist
 
 from fourfold.errors import UserError
 from fourfold.model.gpt import Block, ModelShape
+from fourfold.model.loss import head_cross_entropy
+from fourfold.optim import Optimizer
+from fourfold.tokenizer import num_processors
 
 # (m, n, k): tokens by width, as forward, backward and weight-gradient products have them.
 SHAPES = (
@@ -36,8 +39,10 @@ COPY_BYTES = 1 << 28
 DISK_BYTES = 1 << 27
 MESSAGE_BYTES = tuple(1 << power for power in (12, 16, 20, 22, 24))
 TIMEOUT_SECONDS = 300.0
-LAYER = ModelShape(1024, 384, 1, 6, 1536, 256)  # the layer that is timed
-LAYER_BATCH, LAYER_SEQ = 4, 256
+LAYER = ModelShape(8192, 384, 1, 6, 1536, 256)  # the layer that is timed, and the head
+LAYER_SEQ, LAYER_BATCHES = 128, (1, 8)  # few tokens show what issuing costs, many what running
+HEAD_TOKENS = 512
+UPDATED = 1 << 22  # parameters
 
 Rates = dict[tuple[int, int, int], float]  # FLOP/s by (m, n, k)
 
@@ -48,7 +53,9 @@ class Measured:
 
     rates: Rates  # in fp32
     low_rates: Rates  # in bf16
-    layer_seconds: float  # forward and backward of LAYER in fp32
+    layer_seconds: dict[int, float]  # batch -> forward and backward of LAYER in fp32
+    head_seconds: float  # head and loss of HEAD_TOKENS tokens, the same
+    update_seconds: float  # of the optimizer, for UPDATED parameters
     memory_bandwidth: float
     launch: float
     messages: dict[int, float]  # bytes -> seconds of an all-reduce
@@ -92,16 +99,19 @@ def measure_together(processes: int, seconds: float) -> Measured:
 def _work(rank: int, processes: int, rendezvous: str, seconds: float, results: Any) -> None:
     """One of several processes; rank 0 reports."""
     on_gpu = torch.cuda.is_available()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    torch.set_num_threads(max(1, num_processors() // processes))
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", init_method=rendezvous, rank=rank, world_size=processes
     )
     dist.barrier()
-    found = measure(device, seconds)
+    # More processes than cores would take turns: each then has its share of what a core can do,
+    # which needs no measuring.
+    busy = rank < num_processors() or on_gpu
+    found = measure(device, seconds) if busy else None
     dist.barrier()
     messages = {size: _all_reduce_seconds(size, device, seconds) for size in MESSAGE_BYTES}
-    if rank == 0:
+    if found is not None and rank == 0:
         results.put(replace(found, messages=messages))
     dist.barrier()
     dist.destroy_process_group()
@@ -111,7 +121,9 @@ def measure(device: torch.device, seconds: float) -> Measured:
     return Measured(
         rates=_product_rates(device, torch.float32, seconds),
         low_rates=_product_rates(device, torch.bfloat16, seconds),
-        layer_seconds=_layer_seconds(device, seconds),
+        layer_seconds={size: _layer_seconds(size, device, seconds) for size in LAYER_BATCHES},
+        head_seconds=_head_seconds(device, seconds),
+        update_seconds=_update_seconds(device, seconds),
         memory_bandwidth=_copy_rate(device, seconds),
         launch=_launch_seconds(device, seconds),
         messages={},
@@ -133,16 +145,38 @@ def _product_rates(
     return rates
 
 
-def _layer_seconds(device: torch.device, seconds: float) -> float:
+def _layer_seconds(batch: int, device: torch.device, seconds: float) -> float:
     layer = Block(LAYER).to(device)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.02)
-    x = torch.randn(LAYER_BATCH, LAYER_SEQ, LAYER.hidden_size, device=device, requires_grad=True)
+    x = torch.randn(batch, LAYER_SEQ, LAYER.hidden_size, device=device, requires_grad=True)
 
     def run() -> None:
         layer(x).sum().backward()
 
     return _typical(run, device, seconds)
+
+
+def _head_seconds(device: torch.device, seconds: float) -> float:
+    weight = torch.empty(LAYER.vocab_size, LAYER.hidden_size, device=device, requires_grad=True)
+    torch.nn.init.normal_(weight, std=0.02)
+    x = torch.randn(HEAD_TOKENS, LAYER.hidden_size, device=device, requires_grad=True)
+    labels = torch.zeros(HEAD_TOKENS, dtype=torch.int64, device=device)
+    mask = torch.ones(HEAD_TOKENS, device=device)
+
+    def run() -> None:
+        head_cross_entropy(x, weight, labels, mask, 1e-3, HEAD_TOKENS).backward()
+
+    return _typical(run, device, seconds)
+
+
+def _update_seconds(device: torch.device, seconds: float) -> float:
+    weight = torch.nn.Parameter(torch.zeros(UPDATED, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = Optimizer(
+        {"weight": weight}, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8, grad_clip=1.0
+    )
+    return _typical(partial(optimizer.update, 1e-4, 1.0), device, seconds)
 
 
 def _copy_rate(device: torch.device, seconds: float) -> float:

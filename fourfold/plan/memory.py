@@ -14,23 +14,68 @@ from fourfold.plan.terms import Breakdown, Numbers, Term
 from fourfold.plan.workload import Network, Software, Spread
 
 
-def layers_of_stage(network: Network, spread: Spread, stage: Numbers) -> Numbers:
-    """Layers of pipeline rank `stage`; where they do not divide evenly the first hold one more."""
-    even, over = network.layers // spread.pp, network.layers % spread.pp
-    return even + np.where(np.asarray(stage) < over, 1, 0)
+def layers_of_stage(network: Network, spread: Spread, rank: Numbers) -> Numbers:
+    """Layers of pipeline rank `rank`, in all of its stages; parallel/stages.py has the rule."""
+    schedule = np.asarray(spread.schedule)
+    in_v = (schedule == "ZBVZeroBubble") | (schedule == "DualPipeV")
+    held: Numbers = 0
+    for turn in range(int(np.max(spread.virtual))):
+        onward = np.asarray(rank) + turn * np.asarray(spread.pp)
+        back = 2 * np.asarray(spread.pp) - 1 - np.asarray(rank)
+        stage = np.where(in_v & (turn == 1), back, onward)
+        held = held + np.where(
+            turn < np.asarray(spread.virtual), _layers(network, spread, stage), 0
+        )
+    return held
 
 
-def stage_parameters(network: Network, spread: Spread, stage: Numbers) -> Numbers:
-    """Parameters on one rank of `stage` before sharding: exact, and whole for tables and layers."""
+def _layers(network: Network, spread: Spread, stage: Numbers) -> Numbers:
+    """Of one stage. Where they do not divide evenly those in the middle hold one more, the very
+    middle first and of two as near to it the earlier one."""
+    stages = np.asarray(spread.pp) * np.asarray(spread.virtual)
+    even, over = network.layers // stages, network.layers % stages
+    distance = np.abs(2 * stage - stages + 1)
+    turn = np.where(distance == 0, 0, distance - 1 + (2 * stage > stages - 1))
+    return even + np.where(turn < over, 1, 0)
+
+
+def stage_parameters(
+    network: Network, spread: Spread, stage: Numbers, mp_rank: Numbers = 0
+) -> Numbers:
+    """Parameters on one rank of pipeline rank `stage` before sharding divides them: exact."""
     layers = layers_of_stage(network, spread, stage)
     layer = network.divided_parameters / spread.mp + network.whole_parameters
-    first, last = np.asarray(stage) == 0, np.asarray(stage) == spread.pp - 1
-    word = network.vocab * network.hidden / spread.mp
-    separate = last & (~first | ~np.asarray(network.tied))
+    first, last = stage_ends(spread, stage)
+    word = own_words(network, spread, mp_rank) * network.hidden
+    # On one rank both ends share the embedding only if they are one stage.
+    alone = np.asarray(spread.pp) * np.asarray(spread.virtual) == 1
+    separate = last & ~(alone & np.asarray(network.tied))
     tables = np.where(first, word + network.positions * network.hidden, 0) + np.where(
         separate, word, 0
     )
     return layers * layer + tables + np.where(last, network.last_norm, 0)
+
+
+def stage_ends(spread: Spread, stage: Numbers) -> tuple[Numbers, Numbers]:
+    """Whether pipeline rank `stage` has the network's first stage, and whether its last."""
+    schedule = np.asarray(spread.schedule)
+    in_v = (schedule == "ZBVZeroBubble") | (schedule == "DualPipeV")
+    first = np.asarray(stage) == 0
+    return first, np.where(in_v, first, np.asarray(stage) == spread.pp - 1)
+
+
+def own_words(network: Network, spread: Spread, mp_rank: Numbers = 0) -> Numbers:
+    """Rows of the vocabulary on one model-parallel rank: the first ones hold one more."""
+    return network.vocab // spread.mp + np.where(
+        np.asarray(mp_rank) < network.vocab % spread.mp, 1, 0
+    )
+
+
+def _norm_parameters(network: Network, spread: Spread, stage: Numbers) -> Numbers:
+    """Of these, the norms'."""
+    last = stage_ends(spread, stage)[1]
+    layers = layers_of_stage(network, spread, stage)
+    return (2 * layers + np.where(last, 1, 0)) * network.last_norm
 
 
 def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:
@@ -54,7 +99,7 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     kv = network.kv_share
     wide = network.ffn / network.hidden * np.where(network.gated, 3, 2)
     norms = 2 * software.norm_bytes / split
-    attention_in, mlp_in = (c + mask) / split, (c + mask) / split
+    attention_in = mlp_in = c / np.where(software.regathers, split, 1) + mask / split
     heads = c * (2 + 2 * kv) / t  # query, keys, values, and what the output projection reads
     table = np.where(network.attention_dropout, 2 * c + 1, c) / t
     sequences = spread.micro_batch / spread.context
@@ -65,7 +110,7 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     )
     rest = unit * (norms + attention_in + heads + mlp_in + c * wide / t)
     return {
-        "none": rest + scores,
+        "none": rest + scores + software.attention_copies * unit * c / t,
         "core_attn": rest,
         "full_attn": unit * (norms + attention_in + mlp_in + c * wide / t),
         "full": unit * software.residual_bytes / split,
@@ -78,11 +123,14 @@ def memory_of(
     """What one rank of pipeline stage `stage` (the first is 0) needs."""
     parameters = stage_parameters(network, spread, stage)
     shards, level = spread.sharding, np.asarray(spread.stage)
-    states = _states(parameters, shards, level, software)
+    norms = np.where(software.wide_norms, _norm_parameters(network, spread, stage), 0)
+    states = _states(parameters, norms, shards, level, software)
     activations = _activations(network, spread, software, stage)
     logits = _logits(network, spread, software, stage)
     buffers = _buffers(network, spread, software, stage, parameters)
     terms = {**states, "activations": activations, "logits": logits, "buffers": buffers}
+    if not np.all(software.lasting_gradients):
+        terms["gradients"] = _passing_gradients(terms, spread, software)
     allocated = Breakdown(terms).total
     reserve = software.reserve_bytes + software.reserve_share * allocated
     terms["reserve"] = Term(
@@ -94,8 +142,9 @@ def memory_of(
 
 
 def _states(
-    parameters: Numbers, shards: Numbers, level: Numbers, software: Software
+    parameters: Numbers, norms: Numbers, shards: Numbers, level: Numbers, software: Software
 ) -> dict[str, Term]:
+    """`norms` of the parameters are in fp32 whatever the rest is, and their own masters."""
     divided = np.asarray(shards) > 1
     by = {
         "weights": np.where(divided & (level == 3), shards, 1),
@@ -105,7 +154,7 @@ def _states(
     # Sharded, the fp32 weights are the optimizer's and the copy multiplied with is made of them.
     whole = np.where(
         divided,
-        np.where(level == 3, 0, np.minimum(software.weight_bytes, software.compute_bytes)),
+        np.where(level == 3, 0, np.minimum(software.weight_bytes, software.gather_bytes)),
         software.weight_bytes,
     )
     master = np.where(divided, 4, software.master_bytes)
@@ -114,14 +163,44 @@ def _states(
         "gradients": software.gradient_bytes,
         "optimizer": master + software.moment_bytes,
     }
+    wider = {
+        "weights": np.where(whole > 0, (4 - whole) * norms, 0.0),
+        "gradients": 0.0,
+        "optimizer": np.where(divided, 0.0, -4.0 * norms),
+    }
     return {
         name: Term(
-            each[name] * parameters / by[name],
-            "{each:g} bytes x {parameters:.4g} B parameters / {by:.0f}",
-            {"each": each[name], "parameters": parameters / 1e9, "by": by[name]},
+            each[name] * parameters / by[name] + wider[name],
+            "{each:g} bytes x {parameters:.4g} B parameters / {by:.0f}{norms}",
+            {
+                "each": each[name],
+                "parameters": parameters / 1e9,
+                "by": by[name],
+                "norms": _norm_text(wider[name]),
+            },
         )
         for name in each
     }
+
+
+def _norm_text(bytes_: Numbers) -> Numbers:
+    """What fp32 norms change, for one layout; a search over many shows no sentences."""
+    if np.ndim(bytes_) or not bytes_:
+        return ""
+    return f" {'+' if bytes_ > 0 else '-'} {abs(float(bytes_)) / 1e6:.4g} MB for norms in fp32"
+
+
+def _passing_gradients(terms: dict[str, Term], spread: Spread, software: Software) -> Term:
+    """With one micro-batch gradients appear while activations go, in the place of these."""
+    whole, makes_room = terms["gradients"], terms["activations"].value + terms["logits"].value
+    alone = (np.asarray(spread.micro_batches) == 1) & ~np.asarray(software.lasting_gradients)
+    left = np.where(alone, np.maximum(whole.value - makes_room, 0.0), whole.value)
+    freed = np.where(alone, np.minimum(whole.value, makes_room), 0.0)
+    return Term(
+        left,
+        whole.sentence + ", {freed:.4g} MB of them in place of activations that are done with",
+        {**whole.inputs, "freed": freed / 1e6},
+    )
 
 
 def _activations(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
@@ -135,11 +214,10 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
     flight = micro_batches_in_flight(spread, stage)
     tokens = spread.micro_batch * network.seq / spread.context
     split = np.where(spread.sequence_parallel, spread.mp, 1)
-    embedded = np.where(
-        np.asarray(stage) == 0, flight * tokens * network.hidden * network.hidden_dropout / split, 0
-    )
+    first, last = stage_ends(spread, stage)
+    embedded = np.where(first, flight * tokens * network.hidden * network.hidden_dropout / split, 0)
     final = np.where(
-        np.asarray(stage) == spread.pp - 1,
+        last,
         tokens * network.hidden * (software.norm_bytes + software.compute_bytes) / split,
         0,
     )
@@ -160,11 +238,11 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
 
 def _logits(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
     tokens = spread.micro_batch * network.seq / spread.context
-    at_once = np.minimum(tokens, software.logit_tokens)
-    rows = network.vocab / spread.mp
-    last = np.asarray(stage) == spread.pp - 1
+    # A chunk's logits go when the next one's are there.
+    at_once = np.minimum(tokens, software.logit_tokens * 2)
+    rows = own_words(network, spread)
     return Term(
-        np.where(last, software.logit_bytes * at_once * rows, 0.0),
+        np.where(stage_ends(spread, stage)[1], software.logit_bytes * at_once * rows, 0.0),
         "{bytes:g} bytes x {tokens:.0f} tokens x {rows:.0f} words (last stage only)",
         {"bytes": software.logit_bytes, "tokens": at_once, "rows": rows},
     )
@@ -176,11 +254,16 @@ def _buffers(
     """Casts, gathered layers and gradients on their way, messages between stages."""
     layer = network.divided_parameters / spread.mp + network.whole_parameters
     level, divided = np.asarray(spread.stage), np.asarray(spread.sharding) > 1
-    gathered = np.where(divided & (level == 3), 2 * software.compute_bytes * layer, 0.0)
+    first, last = stage_ends(spread, stage)
+    tables = np.where(first | last, own_words(network, spread), 0) * network.hidden
+    # In stage 3 the tables, which both ends of the network use, and two layers.
+    gathered = np.where(
+        divided & (level == 3), software.gather_bytes * (2 * layer + tables), 0.0
+    )
     scattered = np.where(divided & (level >= 2), 2 * software.gradient_bytes * layer, 0.0)
-    casts = np.where(divided, 0.0, software.cast_bytes * parameters)
+    casts = software.cast_bytes * parameters
     head = np.where(
-        np.asarray(stage) == spread.pp - 1,
+        last,
         np.where(np.isfinite(software.logit_tokens), 4.0, 0.0)
         * network.vocab * network.hidden / spread.mp,
         0.0,
@@ -207,12 +290,13 @@ def _buffers(
 def fullest_stage(
     network: Network, spread: Spread, software: Software
 ) -> tuple[Breakdown, Numbers]:
-    """The breakdown of the stage that needs most, and which it is: the first, where most is in
-    flight and the embedding lives, or the last, which has the head and the logits."""
+    """The breakdown of the pipeline rank that needs most, and which it is: the first, where most
+    is in flight and the embedding lives, the first of those with a layer more, or the last, which
+    has the head and the logits."""
     pp = np.asarray(spread.pp)
-    first, last = np.zeros_like(pp), pp - 1
-    more = memory_of(network, spread, software, last).total > (
-        memory_of(network, spread, software, first).total
-    )
-    stage = np.where(more, last, first)
-    return memory_of(network, spread, software, stage), stage
+    longest = (pp - network.layers % pp) // 2 % pp
+    fullest, most = np.zeros_like(pp), memory_of(network, spread, software, 0).total
+    for stage in (longest, pp - 1):
+        total = memory_of(network, spread, software, stage).total
+        fullest, most = np.where(total > most, stage, fullest), np.maximum(total, most)
+    return memory_of(network, spread, software, fullest), fullest

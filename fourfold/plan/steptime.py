@@ -61,6 +61,7 @@ def step_time_of(
         {
             **_busy_terms(spread, pace),
             "bubble": _bubble(network, spread, pace),
+            **_shared_cores(network, spread, machine, pace),
             "data parallel": _data_parallel(network, spread, software, machine, c, pace.busy),
             "optimizer": _optimizer(network, spread, machine, c),
             "fixed": Term(
@@ -77,7 +78,7 @@ def _pace(
 ) -> Pace:
     layer = layer_time(network, spread, software, machine, c)
     head = head_seconds(network, spread, software, machine, c)
-    paced = _slower(layer.all.device, layer.all.host, c)
+    paced = _paced(layer.all.device, layer.all.host, machine, c)
     most, last = np.ceil(network.layers / spread.pp), np.floor(network.layers / spread.pp)
     head_decides = most * paced <= last * paced + head
     nodes = np.maximum(1.0, spread.world / machine.node)
@@ -124,11 +125,12 @@ def _busy_terms(spread: Spread, pace: Pace) -> dict[str, Term]:
     }
 
 
-def _slower(device: Numbers, host: Numbers, c: Coefficients) -> Numbers:
-    """The slower of the two; near a tie a little more than either."""
+def _paced(device: Numbers, host: Numbers, machine: Machine, c: Coefficients) -> Numbers:
+    """The slower of the two; near a tie a little more than either. On a processor, both."""
     p = c.host_sharpness
     most = np.maximum(device, host)
-    return most * ((device / most) ** p + (host / most) ** p) ** (1 / p)
+    slower = most * ((device / most) ** p + (host / most) ** p) ** (1 / p)
+    return np.where(machine.serial, device + host, slower)
 
 
 def _sends(network: Network, spread: Spread, software: Software, machine: Machine) -> Numbers:
@@ -139,15 +141,19 @@ def _sends(network: Network, spread: Spread, software: Software, machine: Machin
     cut = np.where(
         np.asarray(software.split_sends) | np.asarray(spread.sequence_parallel), spread.mp, 1
     )
-    message = software.compute_bytes * tokens * network.hidden / cut
+    message = software.residual_bytes * tokens * network.hidden / cut
     return 2 * spread.virtual * send_seconds(message, group, machine)
+
+
+def _idle(network: Network, spread: Spread, pace: Pace) -> Numbers:
+    others = network.layers * pace.paced + pace.head + spread.pp * pace.sends - pace.busy
+    idle = np.maximum(others, 0.0) * _idle_share(spread, pace.layer)
+    return np.where(np.asarray(spread.pp) > 1, idle, 0.0)
 
 
 def _bubble(network: Network, spread: Spread, pace: Pace) -> Term:
     """What one micro-batch spends in the other stages, times the share the schedule leaves idle."""
-    others = network.layers * pace.paced + pace.head + spread.pp * pace.sends - pace.busy
-    idle = np.maximum(others, 0.0) * _idle_share(spread, pace.layer)
-    seconds = pace.drag * np.where(np.asarray(spread.pp) > 1, idle, 0.0)
+    seconds = pace.drag * _idle(network, spread, pace)
     busy = pace.drag * spread.micro_batches * pace.busy
     return Term(
         seconds,
@@ -155,6 +161,29 @@ def _bubble(network: Network, spread: Spread, pace: Pace) -> Term:
         "({share:.1%} of its busy time)",
         {"seconds": seconds, "others": spread.pp - 1, "share": seconds / busy},
     )
+
+
+def _shared_cores(
+    network: Network, spread: Spread, machine: Machine, pace: Pace
+) -> dict[str, Term]:
+    """Where several ranks share a core, one that waits leaves it to the others: a step is then as
+    long as all work on all cores, or as its longest path at the speed of a core alone."""
+    if not np.any(np.asarray(machine.crowd) > 1):
+        return {}
+    m, drag, crowd = spread.micro_batches, pace.drag, machine.crowd
+    stages = spread.pp * (pace.sends + pace.fixed)
+    everyone = (network.layers * pace.paced + pace.head + stages) / spread.pp
+    busy = m * pace.busy
+    path = (busy + _idle(network, spread, pace)) / crowd
+    seconds = drag * (np.maximum(m * everyone, path) - busy - _idle(network, spread, pace))
+    return {
+        "shared cores": Term(
+            np.where(crowd > 1, seconds, 0.0),
+            "{crowd:.3g} ranks a core: who waits leaves it to another, so {work:.4g} s of work on "
+            "all cores or {path:.4g} s of the longest path, whichever is more",
+            {"crowd": crowd, "work": drag * m * everyone, "path": drag * path},
+        )
+    }
 
 
 def _idle_share(spread: Spread, layer: LayerTime) -> Numbers:
@@ -193,7 +222,7 @@ def _data_traffic(
     outer_stride = spread.mp * spread.sharding * np.where(inside, 1, spread.pp) * spread.context
     shards = Group.of(spread.sharding, spread.mp * spread.context, machine)
     copies = Group.of(spread.dp, outer_stride, machine)
-    gradients, weights = software.reduce_bytes * parameters, software.compute_bytes * parameters
+    gradients, weights = software.reduce_bytes * parameters, software.gather_bytes * parameters
     replicas = all_reduce_seconds(gradients / spread.sharding, copies, machine)
     units = np.ceil(network.layers / spread.pp) + 1  # each layer is a message of its own
     scatter = gather_seconds(gradients, shards, machine, units)
@@ -237,7 +266,8 @@ def _data_parallel(
 
 def _optimizer(network: Network, spread: Spread, machine: Machine, c: Coefficients) -> Term:
     mine = stage_parameters(network, spread, 0) / spread.sharding
-    seconds = c.optimizer * OPTIMIZER_BYTES * mine / machine.memory_bandwidth
+    bandwidth = machine.memory_bandwidth * machine.update_factor
+    seconds = c.optimizer * OPTIMIZER_BYTES * mine / bandwidth
     return Term(
         seconds,
         "{factor:.2f} x {bytes:.0f} bytes x {mine:.4g} parameters / {bandwidth:.4g} B/s",
@@ -245,6 +275,6 @@ def _optimizer(network: Network, spread: Spread, machine: Machine, c: Coefficien
             "factor": c.optimizer,
             "bytes": OPTIMIZER_BYTES,
             "mine": mine,
-            "bandwidth": machine.memory_bandwidth,
+            "bandwidth": bandwidth,
         },
     )

@@ -5,7 +5,8 @@ Here stand the habits of Fourfold itself, as its parallel code has them:
   micro-batch, the low-type copies autocast makes of them;
 - with sharding, master weights and moments are divided; the weights multiplied with are whole in
   stages 1 and 2 and gathered layer by layer in stage 3; gradients are whole in stage 1;
-- norms keep their input in fp32, gradients add up in fp32, logits exist for a chunk of tokens.
+- norms keep their input in fp32, gradients add up in fp32, logits exist for a chunk of tokens;
+- with sequence parallelism the gathered inputs of a block are kept for its backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fourfold.model import ModelShape, count_parameters, flops_per_token
 from fourfold.plan.workload import Network, Software, Spread
 
 Precision = Literal["float32", "bfloat16", "float16"]
-CONTEXT_BYTES, CONTEXT_BYTES_CPU = 2.0e9, 0.4e9
+CONTEXT_BYTES, CONTEXT_BYTES_CPU = 2.0e9, 0.33e9
 FRAGMENTATION = 0.05
 
 
@@ -80,15 +81,24 @@ def _software(config: Config, on_cpu: bool) -> Software:
         weight_bytes=2 if masters else 4,
         master_bytes=4 if masters else 0,
         gradient_bytes=4,
+        lasting_gradients=config.Fused.tensor_fusion,
+        # A processor's fused attention gives its heads in another order than they are read in.
+        attention_copies=1 if on_cpu else 0,
         reduce_bytes=4,
+        gather_bytes=2 if masters else 4,
         cast_bytes=2 if low and not masters else 0,
         residual_bytes=2 if masters else 4,
         norm_bytes=4,
+        wide_norms=masters,
+        regathers=False,
+        stops_early=True,
         # On a CPU torch has no flash attention with dropout.
         flash=not (on_cpu and model.attention_probs_dropout_prob > 0),
-        logit_bytes=8,
+        # In place; in low precision there is also the product, and the gradient for the next.
+        logit_bytes=6 if low else 4,
         logit_tokens=model.loss_chunk_tokens,
-        overlap=1.0,
+        # A processor that moves messages does not compute meanwhile.
+        overlap=0.0 if on_cpu else 1.0,
         fused=config.Engine.graph_mode == "static",
         reserve_bytes=CONTEXT_BYTES_CPU if on_cpu else CONTEXT_BYTES,
         reserve_share=0.0 if on_cpu else FRAGMENTATION,

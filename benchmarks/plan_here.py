@@ -1,0 +1,227 @@
+"""Predicted against measured on this machine: ten layouts of 1, 2 and 4 processes.
+
+    python benchmarks/plan_here.py [--rounds 5] [--cluster cluster.yaml]
+
+runs `fourfold doctor` (unless a cluster file is given), predicts step time and bytes of each layout
+from what it found, then runs all of them through the engine, turn by turn, so that a disturbance of
+the machine meets all alike. The last rows are what `--auto` would choose for each number of
+processes, measured next to the others. Bytes are those of all tensors alive at once, counted in the
+first step; a process shows more, for its libraries and for holes its allocator cannot fill. Takes
+four to five minutes on two cores; the machine must be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from parallel_memory import run_step
+from parallel_ranks import Desk, Ranks, say, table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fourfold.config import Config
+from fourfold.engine import Engine
+from fourfold.mesh import Layout
+from fourfold.parallel import preload
+from fourfold.parallel.pieces import is_sharded
+from fourfold.plan import Candidate, candidate_of, plan
+from fourfold.plan.cluster import Cluster, load_cluster
+from fourfold.plan.coefficients import load_coefficients
+from fourfold.plan.subject import own_spread, subject_of
+from fourfold.tokenizer import num_processors
+
+BATCH, LENGTH, VOCABULARY = 16, 256, 8192
+MODEL = [
+    f"Model.vocab_size={VOCABULARY}",
+    "Model.hidden_size=256",
+    "Model.num_layers=4",
+    "Model.num_attention_heads=4",
+    f"Model.max_position_embeddings={LENGTH}",
+    f"Data.dataset.max_seq_len={LENGTH}",
+    f"Data.batch_size.global_batch_size={BATCH}",
+]
+MICRO, MP, PP = "Data.batch_size.micro_batch_size", "Distributed.mp_degree", "Distributed.pp_degree"
+SHARDING, STAGE = "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "1: whole batch": (1, [f"{MICRO}=16"]),
+    "1: recompute full": (1, [f"{MICRO}=4", "Model.use_recompute=True"]),
+    "2: dp2": (2, [f"{MICRO}=8"]),
+    "2: mp2": (2, [f"{MP}=2", f"{MICRO}=8"]),
+    "2: pp2, 8 micro-batches": (2, [f"{PP}=2", f"{MICRO}=2"]),
+    "2: sharding2 stage 3": (2, [f"{SHARDING}=2", f"{STAGE}=3", f"{MICRO}=8"]),
+    "4: dp4": (4, [f"{MICRO}=4"]),
+    "4: dp2 mp2": (4, [f"{MP}=2", f"{MICRO}=8"]),
+    "4: pp4, 8 micro-batches": (4, [f"{PP}=4", f"{MICRO}=2"]),
+    "4: dp2 sharding2 stage 2": (4, [f"{SHARDING}=2", f"{STAGE}=2", f"{MICRO}=4"]),
+}
+WARM_UP = 2
+
+
+@dataclass
+class Case:
+    """A layout, what was predicted of it, and what it did."""
+
+    world: int
+    config: Config
+    predicted: Candidate
+    seconds: list[float] = field(default_factory=list)
+    bytes_: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def predicted_bytes(self) -> float:
+        """Without the libraries a process has before it has a model."""
+        return self.predicted.bytes_ - float(self.predicted.memory["reserve"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each layout")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each of doctor's figures")
+    parser.add_argument("--cluster", type=Path, help="instead of running doctor")
+    arguments = parser.parse_args()
+    if arguments.cluster is not None:
+        cluster = load_cluster(arguments.cluster)
+    else:
+        cluster = run_doctor(arguments.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        desk = Desk(Path(folder), MODEL, tokens=400_000, vocab_size=VOCABULARY)
+        cases = make_cases(desk, cluster)
+        measure(cases, arguments.rounds)
+    report(cases)
+
+
+def run_doctor(seconds: float) -> Cluster:
+    from fourfold.plan.doctor import examine
+
+    say("doctor")
+    findings = examine(4, seconds, Path("."))
+    for line in findings.lines:
+        say(f"  {line}")
+    return findings.cluster
+
+
+def make_cases(desk: Desk, cluster: Cluster) -> dict[str, Case]:
+    coefficients, cases = load_coefficients(), {}
+    for name, (world, overrides) in LAYOUTS.items():
+        config = desk.config(world, overrides)
+        subject = subject_of(config, on_cpu=True)
+        ranks = cluster.with_world(world)
+        predicted = candidate_of(subject, own_spread(config), ranks, coefficients)
+        cases[name] = Case(world, config, predicted)
+    for world in (1, 2, 4):
+        best = plan(desk.config(1, [f"{MICRO}=1"]), cluster.with_world(world)).best
+        assert best is not None
+        config = desk.config(world, best.overrides())
+        cases[f"{world}: auto, {best.layout} {best.details}"] = Case(world, config, best)
+    return cases
+
+
+def measure(cases: dict[str, Case], rounds: int) -> None:
+    preload(Layout(dp=1, pp=2, sharding=2, mp=2))
+    teams = {
+        name: Ranks(
+            case.world,
+            partial(steps, case.config, case.world),
+            threads=max(1, num_processors() // case.world),
+        )
+        for name, case in cases.items()
+    }
+    try:
+        for name, team in teams.items():
+            say(f"{name}, first step")
+            cases[name].bytes_ = max(team.turn())
+        for round_ in range(-WARM_UP, rounds):
+            for name, team in teams.items():
+                say(f"{name}{', warm-up' if round_ < 0 else ''}")
+                elapsed = team.timed_turn()
+                if round_ >= 0:
+                    cases[name].seconds.append(elapsed)
+    finally:
+        for team in teams.values():
+            team.close()
+
+
+def steps(config: Config, world: int) -> Iterator[float]:
+    """A step a turn; the first one gives the most bytes of tensors that were alive at once."""
+    with Alive() as alive:
+        engine = Engine(config, world)
+        run_step(engine, 0)
+    yield alive.most
+    for step in count(1):
+        run_step(engine, step)
+        yield 0.0
+
+
+class Alive(TorchDispatchMode):
+    """Counts the memory behind all tensors made while it is active, each piece once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(given):
+            # A sharded tensor's piece is seen on its own.
+            if isinstance(tensor, Tensor) and not is_sharded(tensor) and not tensor.is_meta:
+                self._see(tensor.untyped_storage())
+        self.most = max(self.most, self.now)
+        return given
+
+    def _see(self, memory: torch.UntypedStorage) -> None:
+        if memory._cdata in self.seen:
+            return
+        self.seen.add(memory._cdata)
+        self.now += memory.nbytes()
+        weakref.finalize(memory, self._forget, memory._cdata, memory.nbytes())
+
+    def _forget(self, which: int, size: int) -> None:
+        self.seen.discard(which)
+        self.now -= size
+
+
+def report(cases: dict[str, Case]) -> None:
+    rows = []
+    for name, case in cases.items():
+        time_error = case.predicted.seconds / case.median - 1
+        bytes_error = case.predicted_bytes / case.bytes_ - 1
+        rows.append(
+            [
+                name,
+                f"{case.predicted.seconds:.3f}",
+                f"{case.median:.3f}",
+                f"{time_error:+.0%}",
+                f"{case.predicted_bytes / 1e6:.0f}",
+                f"{case.bytes_ / 1e6:.0f}",
+                f"{bytes_error:+.0%}",
+            ]
+        )
+    table("layout | predicted s | measured s | error | predicted MB | measured MB | error", rows)
+    for world in (1, 2, 4):
+        same = {name: case for name, case in cases.items() if case.world == world}
+        chosen = min(same.values(), key=lambda case: case.predicted.seconds)
+        best = min(case.median for case in same.values())
+        print(
+            f"{world} process(es): the layout predicted fastest is {chosen.median / best - 1:.1%} "
+            "slower than the fastest measured"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a configuration says about the layout before one is chosen for it.
+
+With `Distributed.auto` the layout is free but for what the user fixed: a degree (or the sharding
+stage, the schedule, the stages per rank) that the file sets to something else than its default,
+and anything that `-o` sets. Micro-batches, recomputation and sequence parallelism of the file are
+those of a layout that is about to be replaced, so there only `-o` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.config.entry import Report, Tree, find, in_reading_order
+from fourfold.config.load import read_spelled_out, validate
+from fourfold.config.resolve import DEFAULT_MICRO_BATCH
+from fourfold.config.tree import Config
+from fourfold.errors import ConfigError
+
+# Key -> its name in a plan; the value of a degree that is off.
+DEGREES = {
+    "Distributed.dp_degree": ("dp", 1),
+    "Distributed.mp_degree": ("mp", 1),
+    "Distributed.pp_degree": ("pp", 1),
+    "Distributed.sharding.sharding_degree": ("sharding", 1),
+    "Distributed.sharding.sharding_stage": ("stage", 1),
+    "Distributed.pp_schedule": ("schedule", "1F1B"),
+    "Distributed.virtual_pp_degree": ("virtual", 1),
+}
+DETAILS = {
+    "Data.batch_size.micro_batch_size": "micro_batch",
+    "Model.sequence_parallel": "sequence_parallel",
+}
+RECOMPUTE = ("Model.use_recompute", "Model.recompute_granularity")
+# One rank, one micro-batch: legal for every model, so what else is wrong can be told.
+NEUTRAL = (
+    *(f"{path}={'null' if name == 'dp' else off}" for path, (name, off) in DEGREES.items()),
+    "Distributed.auto=False",
+    "Distributed.pp_layers=null",
+    "Model.sequence_parallel=False",
+    "Data.batch_size.local_batch_size=null",
+    "Data.batch_size.micro_batch_size=null",
+)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    auto: bool
+    fixed: dict[str, Any]  # by their names in a plan
+    global_batch: int | None
+    local_batch: int | None
+    others: int  # ranks that read the same samples in the layout as written: mp * pp
+
+    def global_batch_of(self, world: int) -> int:
+        """Samples of a step: as given, or a local batch for each data rank of the file's layout."""
+        if self.global_batch is not None:
+            return self.global_batch
+        return (self.local_batch or DEFAULT_MICRO_BATCH) * max(1, world // self.others)
+
+
+def read_wishes(path: str | Path, overrides: Sequence[str] = ()) -> Wishes:
+    """Only names and types are checked: whether it all goes together is not known yet."""
+    report = Report()
+    tree = read_spelled_out(path, overrides, report)
+    config, _ = validate(tree, report)
+    if report.problems:
+        raise ConfigError(in_reading_order(report.problems))
+    sizes, layout = config.Data.batch_size, config.Distributed
+    return Wishes(
+        layout.auto,
+        _fixed(config, tree),
+        sizes.global_batch_size,
+        sizes.local_batch_size or sizes.micro_batch_size,
+        layout.mp_degree * layout.pp_degree,
+    )
+
+
+def _fixed(config: Config, tree: Tree) -> dict[str, Any]:
+    fixed = {
+        name: value
+        for path, (name, off) in DEGREES.items()
+        if (value := _value(config, path)) is not None and (_overridden(tree, path) or value != off)
+    }
+    for path, name in DETAILS.items():
+        if _overridden(tree, path) and _value(config, path) is not None:
+            fixed[name] = _value(config, path)
+    if any(_overridden(tree, path) for path in RECOMPUTE):
+        model = config.Model
+        fixed["recompute"] = (
+            model.recompute_granularity or "full" if model.use_recompute else "none"
+        )
+    return fixed
+
+
+def _overridden(tree: Tree, path: str) -> bool:
+    """Whether an override gave it; files are in layer 0 and below."""
+    entry = find(tree, path)
+    return entry is not None and entry.value is not None and entry.layer > 0
+
+
+def _value(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,169 @@
+"""`Distributed: auto`: a layout for the ranks present, chosen by the planner, and why.
+
+Every rank that a launcher started chooses for itself, from the same file, the same overrides and
+the same description of the machine, so all choose alike; nothing is measured here. The description
+is what `--cluster` names, else the `cluster.yaml` in the working directory that `fourfold doctor`
+writes, else typical figures of the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.config import Config, load_config
+from fourfold.config.wishes import NEUTRAL, Wishes, read_wishes
+from fourfold.engine.expectation import Expectation
+from fourfold.errors import UserError
+from fourfold.plan.advice import impossible
+from fourfold.plan.cluster import GIB, PRESETS, Cluster, Device, load_cluster, parse_cluster
+from fourfold.plan.doctor import crowded, plain_cpu
+from fourfold.plan.planner import Candidate, Plan, plan
+from fourfold.tokenizer import num_processors
+
+CLUSTER_FILE = Path("cluster.yaml")
+GPU_MODELS = Path("/proc/driver/nvidia/gpus")
+# Of one core: what processors of the last ten years reach, within a factor of two.
+CORE_GFLOPS, CORE_GBPS = 60.0, 8.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    config: Config  # with the layout in it; its notices begin with what was chosen and why
+    expected: Expectation
+
+
+def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None = None) -> Choice:
+    """Plan for `world` ranks and resolve the configuration for the best layout."""
+    wishes = read_wishes(path, overrides)
+    batch = wishes.global_batch_of(world)
+    free = load_config(path, [*overrides, *NEUTRAL, f"Data.batch_size.global_batch_size={batch}"])
+    described, origin = describe_cluster(world, cluster, free.Global.device)
+    made = plan(free, described, fixed=wishes.fixed)
+    best = made.best
+    if best is None:
+        raise UserError(_nothing_fits(made, wishes, world))
+    chosen = load_config(path, [*overrides, *best.overrides(), "Distributed.auto=False"], world)
+    expected = Expectation(best.seconds, best.bytes_, best.band)
+    chosen.notices[:0] = _lines(made, best, wishes, origin)
+    return Choice(chosen, expected)
+
+
+def describe_cluster(world: int, asked: str | None, device: str) -> tuple[Cluster, str]:
+    """The machine as `world` ranks find it, and where its figures are from."""
+    if asked is not None and asked.upper().endswith("CPU"):
+        raise UserError(
+            f"--cluster {asked}: a run cannot measure its processor on the way; measure it once "
+            f"with `fourfold doctor --nproc {world}` and leave --cluster out"
+        )
+    if asked is not None:
+        return _with_ranks(parse_cluster(asked), world), f"--cluster {asked}"
+    on_gpu = device != "cpu" and GPU_MODELS.is_dir()
+    if CLUSTER_FILE.is_file():
+        measured = load_cluster(CLUSTER_FILE)
+        if measured.device.is_cpu is not on_gpu:
+            return _with_ranks(measured, world), f"{CLUSTER_FILE}, as measured"
+    if on_gpu:
+        found = _gpu()
+        return Cluster(nodes=1, devices_per_node=world, device=found), f"figures of {found.name}"
+    cpu = _typical_cpu(world)
+    told = f"typical figures; `fourfold doctor --nproc {world}` measures this machine"
+    return Cluster(nodes=1, devices_per_node=world, device=cpu), told
+
+
+def _with_ranks(cluster: Cluster, world: int) -> Cluster:
+    """The ranks on the cluster. A processor takes as many as one likes, and they share it."""
+    if cluster.nodes > 1 or not cluster.device.is_cpu or world <= cluster.devices_per_node:
+        return cluster.with_world(world)
+    share = cluster.devices_per_node / world
+    device = cluster.device.model_copy(
+        update={
+            "memory_gib": share * cluster.device.memory_gib,
+            "peak_tflops": share * cluster.device.peak_tflops,
+            "peak_tflops_fp32": share * cluster.device.peak_tflops_fp32,
+            "memory_gbps": share * cluster.device.memory_gbps,
+        }
+    )
+    return cluster.model_copy(update={"devices_per_node": world, "device": device})
+
+
+def _typical_cpu(world: int) -> Device:
+    threads = max(1, num_processors() // world)
+    rate = 1e-3 * CORE_GFLOPS * threads
+    device = plain_cpu(world).model_copy(
+        update={
+            "peak_tflops": rate,
+            "peak_tflops_fp32": rate,
+            "memory_gbps": CORE_GBPS * threads,
+            "units": 1,
+            "launch_us": 10.0,
+        }
+    )
+    return crowded(device, world)
+
+
+def _gpu() -> Device:
+    """The preset of the first GPU, by the driver's own list: asking CUDA would start it here."""
+    models = [
+        line.partition(":")[2].strip()
+        for file in sorted(GPU_MODELS.glob("*/information"))
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.startswith("Model:")
+    ]
+    told = models[0] if models else "unknown"
+    sizes = re.findall(r"(\d+) ?GB?\b", told)
+    named = [name for name in PRESETS if re.search(rf"\b{name.partition('-')[0]}\b", told)]
+    fitting = [name for name in named if sizes and name.endswith(f"-{sizes[0]}G")] or named
+    if not fitting:
+        raise UserError(
+            f"--auto: the GPU {told!r} is not among {', '.join(PRESETS)}; measure it with "
+            "`fourfold doctor`, or describe it with --cluster"
+        )
+    return PRESETS[fitting[0]]
+
+
+def _nothing_fits(made: Plan, wishes: Wishes, world: int) -> str:
+    if made.costs is not None:
+        return "\n".join(impossible(made))
+    kept = ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
+    return (
+        f"no layout of {world} processes keeps {kept or 'the model'} with a global batch of "
+        f"{made.subject.global_batch}; free a degree, or start another number of processes"
+    )
+
+
+def _lines(made: Plan, best: Candidate, wishes: Wishes, origin: str) -> Iterator[str]:
+    looked = 0 if made.costs is None else len(made.costs)
+    kept = ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
+    yield (
+        f"auto: {looked:,} legal layouts of {made.cluster.world} process(es)"
+        + (f" with {kept} as given" if kept else "")
+        + f", on {made.cluster} ({origin})"
+    )
+    yield f"auto: chosen {best.layout}, {best.details}: {_figures(best)}"
+    others = made.candidates[1:]
+    if others:
+        yield f"auto: next {others[0].layout}, {others[0].details}: {_reason(others[0], best)}"
+    elif made.cluster.world > 1:
+        yield "auto: no other way of cutting the ranks is legal and fits"
+
+
+def _figures(candidate: Candidate) -> str:
+    return (
+        f"{candidate.seconds:.3g} s a step (±{candidate.band:.0%}), "
+        f"{candidate.bytes_ / GIB:.2f} GiB a process"
+    )
+
+
+def _reason(other: Candidate, best: Candidate) -> str:
+    """Why the runner-up is not the choice: memory, or the term of its time that grew most."""
+    if other.fit != "fits" and best.fit == "fits":
+        return f"{other.bytes_ / GIB:.2f} GiB a process is too near to what there is"
+    theirs, ours = other.time.values_at(), best.time.values_at()
+    grown = max(theirs, key=lambda name: theirs[name] - ours.get(name, 0.0))
+    return (
+        f"{other.seconds:.3g} s, {other.seconds / best.seconds - 1:.0%} more, most of it {grown} "
+        f"({theirs[grown]:.3g} s instead of {ours.get(grown, 0.0):.3g})"
+    )

@@ -1,0 +1,211 @@
+"""`fourfold plan --dry-run`: one rank of any layout, built and run by the real code, on nothing.
+
+The process group is torch's fake one, of the full size of the world, and the tensors have shapes
+but no memory, so a rank of 175 billion parameters takes seconds on a laptop. One micro-batch goes
+forward and backward through the parts of the rank, a second one tells what every further one adds,
+and the reductions at the end of the step run as they are. Dropout, which neither holds nor sends
+anything between ranks, is left out; messages between pipeline stages are counted from their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fourfold.config import Config
+from fourfold.engine.census import Share, in_bytes, own_share
+from fourfold.engine.loop import build_optimizer
+from fourfold.errors import UserError
+from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
+from fourfold.model.gpt import GPT
+from fourfold.parallel import Runner, assemble, draft, layout_of
+from fourfold.parallel.pieces import local
+from fourfold.plan.counting import SENT, Counting, Traffic
+from fourfold.plan.memory import stage_parameters
+from fourfold.plan.subject import own_spread, subject_of
+from fourfold.plan.timeline import Timeline, timeline_of
+
+CPU = torch.device("cpu")
+AGREED_NUMBERS = 3  # loss, squared norm and a wish to stop, in double precision
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes one rank holds when its gradients are whole, before the update."""
+
+    weights: (
+        int  # that are multiplied with; sharded, the fp32 ones are divided and count as masters
+    )
+    masters: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.moments
+
+
+@dataclass(frozen=True)
+class DryRun:
+    layout: Layout
+    share: Share
+    parameters: int  # of this rank's stages and its slice of them, before sharding divides them
+    holding: Holding
+    micro_batches: int
+    per_micro_batch: Traffic
+    per_step: Traffic  # on top of the micro-batches'
+    timeline: Timeline | None
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of a whole step."""
+        return self.per_step.plus(self.per_micro_batch, self.micro_batches)
+
+
+def dry_run(config: Config, rank: int) -> DryRun:
+    """Build rank `rank` of the configured layout and count what it holds and sends."""
+    layout = layout_of(config)
+    if not 0 <= rank < layout.world_size:
+        raise UserError(
+            f"--rank {rank}: the layout {layout} has the ranks 0 to {layout.world_size - 1}"
+        )
+    still = config.model_copy(deep=True)
+    still.Model.hidden_dropout_prob = still.Model.attention_probs_dropout_prob = 0.0
+    with fake_mesh(layout, rank) as mesh:
+        return _dry_run(still, mesh)
+
+
+def _dry_run(config: Config, mesh: Mesh) -> DryRun:
+    drawn = draft(config, mesh, CPU)
+    # Sharding and slicing need the meta device, memory the fake one, and joining neither.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        drawn.allocate()
+    runner = assemble(config, mesh, CPU, drawn)
+    with fake:
+        optimizer = build_optimizer(config, runner.masters)
+        once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
+        moments = _bytes(optimizer.named_moments().values())
+        holding = _holding(runner, moments)
+    each = twice.plus(once, -1)
+    micro_batches = config.Engine.accumulate_steps
+    end = once.plus(each, -1)
+    each = each.plus(_messages(runner))
+    if mesh.size > 1:
+        end.add("control", "all-reduce", AGREED_NUMBERS * 8)
+    timeline = None
+    if runner.pipeline is not None:
+        timeline = timeline_of(runner.pipeline.schedule, mesh.place["pp"])
+    parameters = sum(parameter.numel() for parameter in runner.parameters.values())
+    share = own_share(config, runner)
+    return DryRun(mesh.layout, share, parameters, holding, micro_batches, each, end, timeline)
+
+
+def _count(config: Config, runner: Runner, micro_batches: int) -> Traffic:
+    """Of a step of so many micro-batches, without what goes between pipeline stages."""
+    with Counting(runner.mesh) as counting:
+        for micro_batch in range(micro_batches):
+            for part in runner.parts:
+                if runner.sharding is not None:
+                    runner.sharding.before_backward(part, micro_batch == micro_batches - 1)
+                _forward_backward(config, runner, part)
+        runner.finish_gradients()
+    return counting.traffic
+
+
+def _forward_backward(config: Config, runner: Runner, part: GPT) -> None:
+    size, length = runner.micro_batch_size, config.Data.dataset.max_seq_len
+    tokens = torch.zeros((size, length), dtype=torch.int64)
+    inputs = tokens
+    if not part.is_first:
+        assert runner.pipeline is not None
+        inputs = torch.empty_like(runner.pipeline.boundary, requires_grad=True)
+    part.train()
+    output = part(inputs, tokens, torch.ones((size, length)), tokens)
+    output.backward(torch.empty_like(output))
+
+
+def _messages(runner: Runner) -> Traffic:
+    """What this rank sends to other stages for one micro-batch: outputs on, gradients back."""
+    sent, pipeline = Traffic(), runner.pipeline
+    if pipeline is None:
+        return sent
+    size = pipeline.boundary.numel() * pipeline.boundary.itemsize
+    for number in pipeline.parts:
+        for other in (number - 1, number + 1):
+            if 0 <= other < pipeline.num_stages and other not in pipeline.parts:
+                sent.add("pp", SENT, size)
+    return sent
+
+
+def _holding(runner: Runner, moments: int) -> Holding:
+    masters = list(runner.masters.values())
+    separate = [one for key, one in runner.masters.items() if one is not runner.parameters[key]]
+    weights = _bytes(runner.parameters.values())
+    if runner.sharding is not None:
+        weights, separate = 0, masters
+    gradients = _bytes(one.grad for one in masters if one.grad is not None)
+    return Holding(weights, _bytes(separate), gradients, moments)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.itemsize for tensor in tensors)
+
+
+# -- as text ------------------------------------------------------------------------------------
+
+
+def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
+    """What `--dry-run` prints, with what the planner's formulas say beside it."""
+    ran = dry_run(config, rank)
+    layout, share, held = ran.layout, ran.share, ran.holding
+    place = layout.coordinates(rank)
+    placed = ", ".join(f"{axis} {place[axis]}" for axis in AXES)
+    yield f"rank {rank} of {layout.world_size}, layout {layout}: {placed}"
+    subject, spread = subject_of(config), own_spread(config)
+    planned = stage_parameters(subject.network, spread, place["pp"], place["mp"])
+    yield (
+        f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "
+        f"({planned:,.0f} planned), of which this rank keeps {share.parameters:,}"
+    )
+    yield (
+        f"holds at the update: weights {in_bytes(held.weights)}, master weights "
+        f"{in_bytes(held.masters)}, gradients {in_bytes(held.gradients)}, moments "
+        f"{in_bytes(held.moments)}: {held.total:,} bytes"
+    )
+    if layout.sharding > 1:
+        yield (
+            f"in the middle of a step: weights gathered {in_bytes(share.weight_bytes)}, gradients "
+            f"{in_bytes(share.gradient_bytes)}"
+        )
+    if ran.timeline is not None:
+        yield f"{config.Distributed.pp_schedule}: {ran.timeline.text()}"
+        yield (
+            f"idle {ran.timeline.idle:,} of {ran.timeline.slots:,} slots "
+            f"({ran.timeline.idle_share:.2%}); a forward pass is one, a backward pass two"
+        )
+    yield from _traffic_lines(ran)
+
+
+def _traffic_lines(ran: DryRun) -> Iterator[str]:
+    if not ran.traffic.calls:
+        yield "sends nothing"
+        return
+    yield f"sends, in a step of {ran.micro_batches:,} micro-batch(es), calls and bytes:"
+    yield f"  {'axis':9} {'':14} {'each micro-batch':>24} {'once':>24} {'whole step':>28}"
+    whole = ran.traffic
+    for axis, kind in sorted(whole.calls):
+        cells = [
+            f"{traffic.calls[axis, kind]:,}, {_size(traffic.bytes_[axis, kind])}"
+            if traffic.calls[axis, kind]
+            else "-"
+            for traffic in (ran.per_micro_batch, ran.per_step, whole)
+        ]
+        yield f"  {axis:9} {kind:14} {cells[0]:>24} {cells[1]:>24} {cells[2]:>28}"
+
+
+def _size(bytes_: int) -> str:
+    return in_bytes(bytes_) if bytes_ >= 1e5 else f"{bytes_:,} B"
