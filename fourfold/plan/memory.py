@@ -257,9 +257,7 @@ def _buffers(
     first, last = stage_ends(spread, stage)
     tables = np.where(first | last, own_words(network, spread), 0) * network.hidden
     # In stage 3 the tables, which both ends of the network use, and two layers.
-    gathered = np.where(
-        divided & (level == 3), software.gather_bytes * (2 * layer + tables), 0.0
-    )
+    gathered = np.where(divided & (level == 3), software.gather_bytes * (2 * layer + tables), 0.0)
     scattered = np.where(divided & (level >= 2), 2 * software.gradient_bytes * layer, 0.0)
     casts = software.cast_bytes * parameters
     head = np.where(
