@@ -61,6 +61,9 @@ class Device(BaseModel):
     )
     logit_factor: Positive = Field(default=1.0, description="The same of the loss.")
     update_factor: Positive = Field(default=1.0, description="The same of the optimizer.")
+    step_factor: Positive = Field(
+        default=1.0, description="Seconds of a whole network over those of its parts."
+    )
 
 
 def _device(
@@ -168,6 +171,7 @@ class Cluster(BaseModel):
             layer_factor=device.layer_factor,
             logit_factor=device.logit_factor,
             update_factor=device.update_factor,
+            step_factor=device.step_factor,
             serial=device.is_cpu,
             crowd=max(1.0, self.devices_per_node / device.cores) if device.cores else 1.0,
         )

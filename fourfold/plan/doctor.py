@@ -25,6 +25,8 @@ from fourfold.plan.measuring import (
     LAYER,
     LAYER_BATCHES,
     LAYER_SEQ,
+    NETWORK,
+    NETWORK_BATCH,
     UPDATED,
     Measured,
     Rates,
@@ -108,7 +110,9 @@ def _device(found: Measured, processes: int) -> Device:
     if not device.is_cpu:
         return device
     machine = Cluster(device=device, devices_per_node=processes).machine("float32")
-    return crowded(device.model_copy(update=_factors(machine, found)), processes)
+    device = device.model_copy(update=_factors(machine, found))
+    whole = Cluster(device=device, devices_per_node=processes).machine("float32")
+    return crowded(device.model_copy(update={"step_factor": _step_factor(whole, found)}), processes)
 
 
 def _factors(machine: Machine, found: Measured) -> dict[str, float]:
@@ -133,6 +137,18 @@ def _factors(machine: Machine, found: Measured) -> dict[str, float]:
         "logit_factor": float(logits / left),
         "update_factor": float(moved / found.update_seconds),
     }
+
+
+def _step_factor(machine: Machine, found: Measured) -> float:
+    """What a whole network takes over its parts: caches and pages it has to share."""
+    network, spread, software = _layer_inputs(NETWORK_BATCH)
+    network = replace(network, layers=NETWORK.num_layers, seq=NETWORK.max_position_embeddings)
+    c = load_coefficients()
+    layer = layer_time(network, spread, software, machine, c).all
+    parts = network.layers * (layer.device + layer.host)
+    return float(
+        found.network_seconds / (parts + head_seconds(network, spread, software, machine, c))
+    )
 
 
 @dataclass(frozen=True)
@@ -240,6 +256,10 @@ def _lines(cluster: Cluster, found: Measured, processes: int) -> Iterator[str]:
     yield (
         f"one layer, hidden {LAYER.hidden_size}, forward and backward: {listed}; head and loss "
         f"{HEAD_TOKENS} tokens {1e3 * found.head_seconds:.1f} ms"
+    )
+    yield (
+        f"a network of {NETWORK.num_layers} such layers: {1e3 * found.network_seconds:.1f} ms, "
+        f"{device.step_factor:.2f} of the sum of its parts"
     )
     yield (
         f"memory {found.memory_bandwidth / 1e9:.1f} GB/s copying; {device.launch_us:.1f} us per "

@@ -31,6 +31,7 @@ class Machine:
     layer_factor: Numbers = 1.0  # speed of element-wise work in a layer over the memory's
     logit_factor: Numbers = 1.0  # and of the loss, and of the optimizer
     update_factor: Numbers = 1.0
+    step_factor: Numbers = 1.0  # how much longer a whole network takes than its parts
     serial: Numbers = False  # the host is the device: issuing an operation adds to running it
     crowd: Numbers = 1.0  # ranks that share a core, if more than one
 

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import UserError
-from fourfold.model.gpt import Block, ModelShape
+from fourfold.model.gpt import GPT, Block, ModelShape
+from fourfold.model.init import initialize
 from fourfold.model.loss import head_cross_entropy
 from fourfold.optim import Optimizer
 from fourfold.tokenizer import num_processors
@@ -42,6 +43,8 @@ TIMEOUT_SECONDS = 300.0
 LAYER = ModelShape(8192, 384, 1, 6, 1536, 256)  # the layer that is timed, and the head
 LAYER_SEQ, LAYER_BATCHES = 128, (1, 8)  # few tokens show what issuing costs, many what running
 HEAD_TOKENS = 512
+NETWORK = replace(LAYER, num_layers=2)  # the whole network that is timed
+NETWORK_BATCH = 8
 UPDATED = 1 << 22  # parameters
 
 Rates = dict[tuple[int, int, int], float]  # FLOP/s by (m, n, k)
@@ -55,6 +58,7 @@ class Measured:
     low_rates: Rates  # in bf16
     layer_seconds: dict[int, float]  # batch -> forward and backward of LAYER in fp32
     head_seconds: float  # head and loss of HEAD_TOKENS tokens, the same
+    network_seconds: float  # of NETWORK_BATCH whole samples through NETWORK, the same
     update_seconds: float  # of the optimizer, for UPDATED parameters
     memory_bandwidth: float
     launch: float
@@ -123,6 +127,7 @@ def measure(device: torch.device, seconds: float) -> Measured:
         low_rates=_product_rates(device, torch.bfloat16, seconds),
         layer_seconds={size: _layer_seconds(size, device, seconds) for size in LAYER_BATCHES},
         head_seconds=_head_seconds(device, seconds),
+        network_seconds=_network_seconds(device, seconds),
         update_seconds=_update_seconds(device, seconds),
         memory_bandwidth=_copy_rate(device, seconds),
         launch=_launch_seconds(device, seconds),
@@ -166,6 +171,22 @@ def _head_seconds(device: torch.device, seconds: float) -> float:
 
     def run() -> None:
         head_cross_entropy(x, weight, labels, mask, 1e-3, HEAD_TOKENS).backward()
+
+    return _typical(run, device, seconds)
+
+
+def _network_seconds(device: torch.device, seconds: float) -> float:
+    """Embeddings, layers, head and loss one after the other, in memory they all share."""
+    network = GPT(NETWORK).to(device)
+    initialize(network, seed=0)
+    tokens = torch.zeros(NETWORK_BATCH, NETWORK.max_position_embeddings, dtype=torch.int64)
+    tokens = tokens.to(device)
+    mask, positions = torch.ones_like(tokens).float(), torch.arange(tokens.shape[1], device=device)
+    given = {"labels": tokens, "loss_mask": mask, "position_ids": positions.expand_as(tokens)}
+
+    def run() -> None:
+        network.zero_grad()
+        network(tokens, **given, loss_scale=1e-3, dropout_seed=0).backward()
 
     return _typical(run, device, seconds)
 

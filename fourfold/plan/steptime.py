@@ -40,7 +40,7 @@ class Pace:
     head_share: Numbers  # head and loss, if they are this stage's
     sends: Numbers
     fixed: Numbers
-    drag: Numbers  # everything takes this much longer on many nodes
+    drag: Numbers  # everything takes this much longer: on many nodes, in a whole network
 
     @property
     def busy(self) -> Numbers:
@@ -91,7 +91,7 @@ def _pace(
         head_share=np.where(head_decides, head, 0.0),
         sends=_sends(network, spread, software, machine) * c.send,
         fixed=c.micro_batch_seconds,
-        drag=(1 + c.jitter * np.log2(nodes)) * slowdown,
+        drag=(1 + c.jitter * np.log2(nodes)) * slowdown * machine.step_factor,
     )
 
 
@@ -212,6 +212,7 @@ class DataTraffic:
 
     per_micro_batch: Numbers
     per_step: Numbers
+    waited_for: Numbers  # of the step's: nothing runs beside it
 
 
 def _data_traffic(
@@ -223,14 +224,23 @@ def _data_traffic(
     shards = Group.of(spread.sharding, spread.mp * spread.context, machine)
     copies = Group.of(spread.dp, outer_stride, machine)
     gradients, weights = software.reduce_bytes * parameters, software.gather_bytes * parameters
-    replicas = all_reduce_seconds(gradients / spread.sharding, copies, machine)
     units = np.ceil(network.layers / spread.pp) + 1  # each layer is a message of its own
-    scatter = gather_seconds(gradients, shards, machine, units)
-    gather = gather_seconds(weights, shards, machine, units)
+    # Between devices such messages run into each other; on a processor each has to be waited for.
+    waits = np.where(machine.serial, units, 1)
+    replicas = all_reduce_seconds(gradients / spread.sharding, copies, machine, waits)
+    # What is gathered or scattered is copied out of or into its message. A device does so beside
+    # its computing; a processor has nothing beside it.
+    copied = np.where(
+        np.asarray(machine.serial, bool) & (np.asarray(spread.sharding) > 1),
+        2 / machine.memory_bandwidth,
+        0.0,
+    )
+    scatter = gather_seconds(gradients, shards, machine, units) + copied * gradients
+    gather = gather_seconds(weights, shards, machine, units) + copied * weights
     stage = np.asarray(spread.stage)
     each = np.where(stage == 3, 2 * gather + scatter, np.where(stage == 2, scatter, 0.0))
-    once = replicas + np.where(stage == 3, 0.0, gather) + np.where(stage == 1, scatter, 0.0)
-    return DataTraffic(each, once)
+    sharded = np.where(stage == 3, 0.0, gather) + np.where(stage == 1, scatter, 0.0)
+    return DataTraffic(each, replicas + sharded, np.where(machine.serial, sharded, 0.0))
 
 
 def _data_parallel(
@@ -245,9 +255,10 @@ def _data_parallel(
     traffic = _data_traffic(network, spread, software, machine)
     m = spread.micro_batches
     window = np.asarray(software.overlap) * busy
-    hidden_each = np.minimum(traffic.per_micro_batch, window)
+    hidden_each = np.where(machine.serial, 0.0, np.minimum(traffic.per_micro_batch, window))
     left = np.maximum(window - hidden_each, 0.0)
-    hidden = m * hidden_each + np.minimum(traffic.per_step, BACKWARD_SHARE * left)
+    hideable = traffic.per_step - traffic.waited_for
+    hidden = m * hidden_each + np.minimum(hideable, BACKWARD_SHARE * left)
     total = m * traffic.per_micro_batch + traffic.per_step
     return Term(
         total - hidden + hidden * c.exposed,
