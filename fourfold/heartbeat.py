@@ -74,6 +74,11 @@ def attach(board: Board, rank: int) -> None:
     _attached = (board, rank)
 
 
+def is_attached() -> bool:
+    """Whether this process is a rank, whose supervisor says what ended it."""
+    return _attached is not None
+
+
 def beat(step: int, phase: str) -> None:
     """Say that this rank lives and what it is about to do, such as "forward_backward"."""
     if _attached is not None:

@@ -8,34 +8,54 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fourfold.config import Config
+from fourfold.config.pace import Pace
 from fourfold.model.names import is_bias, is_norm
 from fourfold.parallel.pieces import local
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to `max_lr`, cosine to `min_lr` at `decay_steps`, constant after."""
+    """Linear warm-up to `max_lr`, then down to `min_lr` at `decay`, constant after.
+
+    `warmup` and `decay` are steps, as FleetX counts them; with a pace they are samples, as
+    Megatron does, and a step's rate follows the samples read before it.
+    """
 
     max_lr: float
     min_lr: float
-    warmup_rate: float
-    decay_steps: int
+    warmup: float
+    decay: float
+    style: Literal["cosine", "linear", "constant"] = "cosine"
+    pace: Pace | None = None
 
     def lr_at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 1."""
-        warmup_steps = self.warmup_rate * self.decay_steps
-        if warmup_steps > 0 and step <= warmup_steps:
-            return self.max_lr * step / warmup_steps
-        if step > self.decay_steps:
+        now = step if self.pace is None else self.pace.consumed(step - 1)
+        if self.warmup > 0 and now <= self.warmup:
+            return self.max_lr * now / self.warmup
+        if self.style == "constant":
+            return self.max_lr
+        if now > self.decay:
             return self.min_lr
-        done = (step - warmup_steps) / (self.decay_steps - warmup_steps)
-        return self.min_lr + 0.5 * (math.cos(math.pi * done) + 1) * (self.max_lr - self.min_lr)
+        done = (now - self.warmup) / (self.decay - self.warmup)
+        left = 1 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1)
+        return self.min_lr + left * (self.max_lr - self.min_lr)
+
+
+def build_schedule(config: Config) -> Schedule:
+    lr = config.Optimizer.lr
+    if lr.decay_samples is not None:
+        warmup, decay, pace = lr.warmup_samples or 0.0, lr.decay_samples, config.pace
+    else:
+        warmup, decay, pace = lr.warmup_rate * lr.decay_steps, lr.decay_steps, None
+    return Schedule(lr.max_lr, lr.min_lr, warmup, decay, lr.decay_style, pace)
 
 
 @dataclass

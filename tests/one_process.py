@@ -20,6 +20,5 @@ def runner_of(model: GPT, precision: Precision, micro: int, samples: int, seed: 
         precision=precision,
         device=CPU,
         micro_batch_size=micro,
-        micro_batches=-(-samples // micro),
         seed=seed,
     )

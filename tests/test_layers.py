@@ -9,7 +9,7 @@ import pytest
 
 ORDER = (
     "errors heartbeat waiting config tokenizer data model mesh parallel optim metrics checkpoint "
-    "convert engine generate evaluate serve plan launch cli"
+    "convert engine generate evaluate serve plan launch cli flags"
 )
 LINE = ORDER.split()
 PACKAGE = Path(__file__).parent.parent / "fourfold"

@@ -12,7 +12,7 @@ from fourfold.optim import LossScale, Optimizer, Schedule, is_decayed
 
 # Seed 002: max_lr 1.0e-5 below min_lr 5.0e-5, decay 360000, warm-up 1 %. The rate logged after
 # step n is that of step n + 1.
-DOCUMENTED = Schedule(max_lr=1e-5, min_lr=5e-5, warmup_rate=0.01, decay_steps=360_000)
+DOCUMENTED = Schedule(max_lr=1e-5, min_lr=5e-5, warmup=3600, decay=360_000)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_learning_rates_of_the_document(logged_at: int, shown: str) -> None:
 
 
 def test_rate_of_the_sharding_document() -> None:
-    schedule = Schedule(max_lr=1e-5, min_lr=5e-5, warmup_rate=0.01, decay_steps=320_000)
+    schedule = Schedule(max_lr=1e-5, min_lr=5e-5, warmup=3200, decay=320_000)
     assert f"{schedule.lr_at(2):.5e}" == "6.25000e-09"
 
 
@@ -36,7 +36,7 @@ def test_an_inverted_range_follows_the_formula() -> None:
 
 @given(st.integers(1, 10_000), st.floats(0, 0.99), st.floats(1e-8, 1), st.floats(0, 1e-8))
 def test_rates_stay_between_their_ends(steps: int, warmup: float, top: float, low: float) -> None:
-    schedule = Schedule(max_lr=top, min_lr=low, warmup_rate=warmup, decay_steps=steps)
+    schedule = Schedule(max_lr=top, min_lr=low, warmup=warmup * steps, decay=steps)
     for step in {1, 2, steps // 2 + 1, steps, steps + 1, 2 * steps}:
         assert 0 <= schedule.lr_at(step) <= top * (1 + 1e-9)
     assert schedule.lr_at(steps + 1) == low

@@ -7,10 +7,13 @@ becomes one clear message and exit code 2; any other exception is ours and keeps
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
+from fourfold import heartbeat
 from fourfold.cli import (
+    bench,
     checkpoints,
     configuration,
     conversion,
@@ -21,6 +24,7 @@ from fourfold.cli import (
     planning,
     quickstart,
     serving,
+    target,
     training,
 )
 from fourfold.errors import UserError, report
@@ -33,6 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(training.train)
+app.command("bench")(bench.bench)
+app.command("target")(target.target)
 app.command("generate")(generation.generate)
 app.command("evaluate")(evaluation.evaluate)
 app.command("serve")(serving.serve)
@@ -46,10 +52,13 @@ app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(configuration.app, name="config")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; `arguments` in place of those of this process."""
     try:
-        app()
+        app(None if arguments is None else list(arguments))
     except (UserError, KeyboardInterrupt) as error:
+        if heartbeat.is_attached():
+            raise  # a script's call of this in many ranks, of which one error is shown
         sys.exit(report(error))
     except BrokenPipeError:
         # Whoever read our output has seen enough (`| head`); not an error.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,15 +50,23 @@ def generate(
     """Continue a text with a trained model, by the `Generation` section of its YAML file."""
     from fourfold.config import load_config
     from fourfold.generate.module import GenerationModule
+    from fourfold.launch.join import join_launcher, refuse_inside_launcher
 
     prompts = list(prompt or [])
     if prompt_file is not None:
         prompts += read_prompts(prompt_file)
-    resolved = load_config(config, override or [], nproc)
+    if nproc is not None:
+        refuse_inside_launcher(os.environ, f"--nproc {nproc}")
+    launcher = join_launcher(os.environ)
+    launched = launcher.world_size if launcher is not None and launcher.world_size > 1 else None
+    resolved = load_config(config, override or [], nproc or launched)
     if nproc is not None and nproc > 1:
         raise typer.Exit(_generate_in_processes(resolved, prompts or [DEFAULT_PROMPT], nproc))
+    if launched is not None:
+        _as_rank(resolved, prompts or [DEFAULT_PROMPT], launched)()
+        return
     asks = not prompts and sys.stdin.isatty()
-    module = GenerationModule(resolved, on_notice=lambda text: print(text, file=sys.stderr))
+    module = GenerationModule(resolved, say)
     if asks:
         converse(module)
     else:
@@ -63,26 +74,36 @@ def generate(
 
 
 def _generate_in_processes(config: Config, prompts: list[str], nproc: int) -> int:
-    """The ranks all write the same; of their output the launcher shows rank 0's."""
-    # Imported before the fork, so that no rank has to do it.
+    from fourfold.launch.supervise import supervise
+
+    log_dir = Path(config.Engine.save_load.output_dir) / "logs" / "generate"
+    return supervise(_as_rank(config, prompts, nproc), nproc, log_dir)
+
+
+def _as_rank(config: Config, prompts: list[str], size: int) -> Callable[[], None]:
+    """What each of `size` ranks does, with all that it needs imported; rank 0 prints."""
     from fourfold.generate.module import GenerationModule
     from fourfold.generate.spread import free_of_training
-    from fourfold.launch.supervise import supervise
     from fourfold.mesh import connect, select_device
     from fourfold.parallel import layout_of, preload
 
     free_of_training(config)
     layout = layout_of(config)
-    layout.check(nproc)
+    layout.check(size)
     preload(layout)
 
     def work() -> None:
         mesh = connect(layout, select_device(config.Global.device))
-        module = GenerationModule(config, lambda text: print(text, file=sys.stderr), mesh)
-        write(module, prompts)
+        module = GenerationModule(config, say if mesh.rank == 0 else lambda _: None, mesh)
+        with redirect_stdout(sys.stdout if mesh.rank == 0 else None):
+            write(module, prompts)
         mesh.close()
 
-    return supervise(work, nproc, Path(config.Engine.save_load.output_dir) / "logs" / "generate")
+    return work
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def write(module: GenerationModule, prompts: list[str]) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from fourfold.cli.options import Overrides
 
+CONFIG = Path(__file__).with_name("quickstart.yaml")
 PROMPTS = ("def read_lines(", "The following example", "class Queue:")
 
 
@@ -21,8 +22,11 @@ def quickstart(
         float | None, typer.Option(help="Use at most this many megabytes of the text.")
     ] = None,
     config: Annotated[
-        Path, typer.Option("-c", "--config", help="The YAML file of the run.")
-    ] = Path("configs/gpt/quickstart.yaml"),
+        Path,
+        typer.Option(
+            "-c", "--config", help="The YAML file of the run.", show_default="the one shipped"
+        ),
+    ] = CONFIG,
 ) -> None:
     """Train a small GPT on the text every Python installation carries, and let it write."""
     from fourfold.config import load_config

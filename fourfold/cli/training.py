@@ -68,9 +68,16 @@ def train(
         assert nproc is not None and node_rank is not None and master is not None
         _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
     elif nproc is not None:
-        raise typer.Exit(_train_in_processes(run, nproc, max_restarts or 0, hang_seconds))
+        from fourfold.launch.join import refuse_inside_launcher
+
+        refuse_inside_launcher(os.environ, f"--nproc {nproc}")
+        resolved, expected = run.resolve(nproc)
+        raise typer.Exit(
+            fit_in_processes(resolved, expected, nproc, max_restarts or 0, hang_seconds)
+        )
     else:
-        _train_here(run)
+        size = join_others()
+        fit_here(*run.resolve(size if size > 1 else None), size)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Run:
         """The configuration for so many processes (None: one, started by hand), and what its plan
         foretells where the layout is left to us."""
         from fourfold.config import load_config
+        from fourfold.config.wishes import asks_for_auto
 
         if not self.auto:
             try:
@@ -93,7 +101,7 @@ class Run:
                 is_auto = config.Distributed.auto
             except ConfigError:
                 # A layout that is yet to be chosen may well not fit together as it is written.
-                if not self._asks_for_auto():
+                if not asks_for_auto(self.file, self.overrides):
                     raise
                 is_auto = True
             if not is_auto and self.cluster is not None:
@@ -108,11 +116,6 @@ class Run:
         choice = choose(self.file, self.overrides, world_size or 1, self.cluster)
         return choice.config, choice.expected
 
-    def _asks_for_auto(self) -> bool:
-        from fourfold.config.wishes import read_wishes
-
-        return read_wishes(self.file, self.overrides).auto
-
     def words(self) -> list[str]:
         """The same as arguments of the command."""
         again = ["train", "-c", str(self.file)]
@@ -121,8 +124,8 @@ class Run:
         return again + (["--cluster", self.cluster] if self.cluster is not None else [])
 
 
-def _train_here(run: Run) -> None:
-    """One process, or one of those a launcher started."""
+def join_others() -> int:
+    """Take this process's place among those a launcher started; how many there are."""
     from fourfold.launch.join import join_launcher
     from fourfold.launch.kernel import die_with_parent
 
@@ -130,37 +133,40 @@ def _train_here(run: Run) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun that is killed would leave its processes behind.
         die_with_parent(os.getppid())
-    size = launcher.world_size if launcher else 1
-    resolved, expected = run.resolve(size if size > 1 else None)
+    return launcher.world_size if launcher else 1
 
+
+def fit_here(
+    config: Config, expected: Expectation | None, world_size: int, *, save: bool = True
+) -> None:
+    """One process, or one of those a launcher started."""
     from fourfold.engine import Engine
 
-    Engine(resolved, size, expected).fit()
+    Engine(config, world_size, expected).fit(save=save)
 
 
-def _train_in_processes(run: Run, nproc: int, max_restarts: int, hang_seconds: float | None) -> int:
-    from fourfold.launch.join import join_launcher
-
-    launcher = join_launcher(os.environ)
-    if launcher is not None and launcher.world_size > 1:
-        raise UserError(
-            f"--nproc {nproc} would start processes inside each of the {launcher.world_size} that "
-            f"{launcher.name} started; leave --nproc out, or start a single process"
-        )
-    resolved, expected = run.resolve(nproc)
-
+def fit_in_processes(
+    config: Config,
+    expected: Expectation | None,
+    nproc: int,
+    max_restarts: int = 0,
+    hang_seconds: float | None = None,
+    *,
+    save: bool = True,
+) -> int:
+    """All processes of one machine, started and watched by this one; the exit code."""
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
     from fourfold.engine import Engine
     from fourfold.launch.supervise import supervise
     from fourfold.parallel import layout_of, preload
 
-    preload(layout_of(resolved))
+    preload(layout_of(config))
     if hang_seconds is None:
-        hang_seconds = resolved.Distributed.timeout_seconds
+        hang_seconds = config.Distributed.timeout_seconds
     return supervise(
-        lambda: Engine(resolved, nproc, expected).fit(),
+        lambda: Engine(config, nproc, expected).fit(save=save),
         nproc,
-        Path(resolved.Engine.save_load.output_dir) / "logs",
+        Path(config.Engine.save_load.output_dir) / "logs",
         max_restarts=max_restarts,
         hang_seconds=hang_seconds,
     )

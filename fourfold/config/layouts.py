@@ -10,6 +10,7 @@ from fourfold.config.legal import (
     falls_into_rounds,
     fewest_micro_batches,
     keeps_its_shards,
+    schedule_fits,
     stages_fit,
     stages_per_rank,
 )
@@ -20,6 +21,7 @@ def check_layout(config: Config, findings: Findings) -> None:
     _check_tensor_parallel(config, findings)
     _check_pipeline(config, findings)
     _check_sharding(config, findings)
+    _check_growth(config, findings)
 
 
 def _check_tensor_parallel(config: Config, findings: Findings) -> None:
@@ -159,6 +161,36 @@ def _check_sharding(config: Config, findings: Findings) -> None:
                 path,
                 "Distributed.sharding.sharding_degree",
             )
+
+
+def _check_growth(config: Config, findings: Findings) -> None:
+    """A batch that grows must be one that the layout can cut at every size it has."""
+    layout, sizes = config.Distributed, config.Data.batch_size
+    ranks = layout.dp_degree * layout.sharding.sharding_degree
+    names = ("Data.batch_size.rampup", "Data.batch_size.micro_batch_size", "Distributed.pp_degree")
+    for size in config.pace.batches[:-1]:
+        if size % (ranks * sizes.micro_batch_size):
+            findings.problem(
+                f"Data.batch_size.rampup={sizes.rampup} has a step of {size} samples, which "
+                f"micro_batch_size={sizes.micro_batch_size} on {ranks} data ranks does not divide; "
+                f"choose a start and an increment that are multiples of "
+                f"{ranks * sizes.micro_batch_size}",
+                *names,
+            )
+            return
+        micro_batches = size // (ranks * sizes.micro_batch_size)
+        if layout.pp_degree > 1 and not schedule_fits(
+            layout.pp_schedule, layout.pp_degree, layout.virtual_pp_degree, micro_batches
+        ):
+            findings.problem(
+                f"Data.batch_size.rampup={sizes.rampup} has a step of {micro_batches} "
+                f"micro-batches, which pp_schedule={layout.pp_schedule} cannot run with "
+                f"pp_degree={layout.pp_degree}; choose a start and an increment that are multiples "
+                f"of {layout.pp_degree * ranks * sizes.micro_batch_size}",
+                *names,
+                "Distributed.pp_schedule",
+            )
+            return
 
 
 def _check_split_schedule(config: Config, findings: Findings) -> None:

@@ -152,6 +152,20 @@ class LearningRate(Section):
     warmup_rate: Probability = key(
         0.01, "The learning rate rises linearly over the first warmup_rate * decay_steps steps."
     )
+    decay_samples: Count | None = key(
+        None,
+        "In place of decay_steps: the samples after which the learning rate is min_lr. The rate "
+        "then follows the samples read before a step, as Megatron's does, so the first step of a "
+        "warm-up has rate 0. Null with warmup_samples given is the samples of the whole run.",
+    )
+    warmup_samples: NotNegative | None = key(
+        None,
+        "The learning rate rises over this many samples. Null with decay_samples given is "
+        "warmup_rate * decay_samples.",
+    )
+    decay_style: Literal["cosine", "linear", "constant"] = key(
+        "cosine", "How the rate falls from max_lr to min_lr; constant stays at max_lr."
+    )
     max_lr: NotNegative = key(
         5.0e-5,
         "Learning rate at the end of the warm-up. (FleetX's default, 1e-5, was below its min_lr.)",

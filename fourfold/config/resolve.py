@@ -6,7 +6,10 @@ and replaced by something harmless, so that the checks can still look at the res
 
 from __future__ import annotations
 
+import math
+
 from fourfold.config.entry import Findings
+from fourfold.config.pace import Ramp, growth_problem
 from fourfold.config.run import Dtype, Level
 from fourfold.config.tree import Config
 
@@ -36,8 +39,7 @@ def resolve(config: Config, findings: Findings, world_size: int | None) -> None:
     _resolve_engine(config, findings)
     _resolve_precision(config, findings)
     _resolve_model(config, findings)
-    if config.Optimizer.lr.decay_steps is None:
-        config.Optimizer.lr.decay_steps = config.Engine.max_steps
+    _resolve_learning_rate(config, findings)
     _resolve_usage(config)
 
 
@@ -118,7 +120,39 @@ def _resolve_batch(config: Config, findings: Findings) -> None:
             "of the two sizes and leave the other empty",
             *names,
         )
+    _resolve_ramp(config, findings)
     _resolve_micro_batch(config, findings)
+
+
+def _resolve_ramp(config: Config, findings: Findings) -> None:
+    """What is only whole or growing in steps that divide can be planned by."""
+    sizes = config.Data.batch_size
+    if sizes.rampup is None:
+        return
+    names = (f"{_BATCH}.rampup", f"{_BATCH}.global_batch_size")
+    if problem := growth_problem(Ramp(*sizes.rampup), sizes.global_batch_size):
+        findings.problem(f"{_BATCH}.rampup={sizes.rampup} {problem}", *names)
+        sizes.rampup = None
+
+
+def _resolve_learning_rate(config: Config, findings: Findings) -> None:
+    lr = config.Optimizer.lr
+    if lr.decay_steps is None:
+        lr.decay_steps = config.Engine.max_steps
+    if lr.decay_samples is None and lr.warmup_samples is None:
+        return
+    if lr.decay_samples is None:
+        lr.decay_samples = config.pace.consumed(config.Engine.max_steps)
+    if lr.warmup_samples is None:
+        lr.warmup_samples = lr.warmup_rate * lr.decay_samples
+    for name in ("decay_steps", "warmup_rate"):
+        samples = "decay_samples" if name == "decay_steps" else "warmup_samples"
+        if findings.given(f"Optimizer.lr.{name}") and findings.given(f"Optimizer.lr.{samples}"):
+            findings.notice(
+                f"Optimizer.lr.{name} has no effect: Optimizer.lr.{samples} is given",
+                f"Optimizer.lr.{name}",
+                f"Optimizer.lr.{samples}",
+            )
 
 
 def _multiple_near(size: int, factor: int) -> str:
@@ -130,8 +164,11 @@ def _resolve_micro_batch(config: Config, findings: Findings) -> None:
     sizes = config.Data.batch_size
     local = sizes.local_batch_size
     if sizes.micro_batch_size is None:
-        most = max(1, min(DEFAULT_MICRO_BATCH, local // config.Distributed.pp_degree))
-        sizes.micro_batch_size = next(size for size in range(most, 0, -1) if local % size == 0)
+        ranks = max(1, sizes.global_batch_size // local)
+        shares = [max(1, batch // ranks) for batch in config.pace.batches]
+        most = max(1, min(DEFAULT_MICRO_BATCH, min(shares) // config.Distributed.pp_degree))
+        common = math.gcd(*shares)
+        sizes.micro_batch_size = next(size for size in range(most, 0, -1) if common % size == 0)
     elif local % sizes.micro_batch_size:
         findings.problem(
             f"{_BATCH}.micro_batch_size={sizes.micro_batch_size} does not divide "
@@ -154,6 +191,8 @@ def _resolve_engine(config: Config, findings: Findings) -> None:
     engine = config.Engine
     if engine.test_iters is None:
         engine.test_iters = 10 * engine.eval_iters
+    if engine.train_samples is not None:
+        _resolve_length(config, findings)
     engine.save_load.save_steps = max(0, engine.save_load.save_steps)
     if engine.num_train_epochs != 1:
         findings.notice(
@@ -161,6 +200,21 @@ def _resolve_engine(config: Config, findings: Findings) -> None:
             f"Engine.max_steps={engine.max_steps} ends the run",
             "Engine.num_train_epochs",
         )
+
+
+def _resolve_length(config: Config, findings: Findings) -> None:
+    """`train_samples` in steps; a smaller `max_steps` of the user's own still ends the run."""
+    engine, asked = config.Engine, findings.given("Engine.max_steps")
+    steps = config.pace.steps_within(engine.train_samples or 0)
+    if steps == 0:
+        findings.problem(
+            f"Engine.train_samples={engine.train_samples} is less than one step, which reads "
+            f"{config.pace.batch_of(0)} samples; choose more, or a smaller batch",
+            "Engine.train_samples",
+            f"{_BATCH}.global_batch_size",
+            f"{_BATCH}.rampup",
+        )
+    engine.max_steps = min(engine.max_steps, max(steps, 1)) if asked else max(steps, 1)
 
 
 def _resolve_precision(config: Config, findings: Findings) -> None:

@@ -40,7 +40,9 @@ class Global(Section):
     tokenizer: str | None = key(
         None,
         "Path of a tokenizer.json, or of a directory with tokenizer.json or vocab.json and "
-        "merges.txt. Needed to read prompts and to write text; training on tokens works without.",
+        "merges.txt, by which prompts are read and text is written. Null takes the one beside a "
+        "foreign checkpoint, else the one the run's data was made with, else GPT-2's where the "
+        "vocabulary has room for it; training on tokens needs none.",
     )
     peak_tflops: Literal["measure"] | Positive | None = key(
         None,
@@ -102,7 +104,16 @@ class SaveLoad(Section):
 
 
 class Engine(Section):
-    max_steps: Count = key(500000, "Stop after this many optimizer steps.")
+    max_steps: Count = key(
+        500000,
+        "Stop after this many optimizer steps. With train_samples the run ends at whichever comes "
+        "first.",
+    )
+    train_samples: Count | None = key(
+        None,
+        "Stop when the next step would read more than this many samples; sizes the run by samples, "
+        "as Megatron does.",
+    )
     num_train_epochs: Count = key(
         1,
         "Kept for the originals' files and without effect: max_steps ends the run, and the data "
@@ -113,6 +124,11 @@ class Engine(Section):
         "micro_batch_size; a different value given here is replaced."
     )
     logging_freq: Count = key(1, "Print a log line every this many steps.")
+    log_style: Literal["fleetx", "megatron"] = key(
+        "fleetx",
+        "Whose log lines are printed: FleetX's, or those of Megatron-DeepSpeed with consumed "
+        "samples, tokens per GPU per second and TFLOPs. metrics.jsonl is the same with both.",
+    )
     eval_freq: CountOrZero = key(500, "Evaluate every this many steps; 0 never.")
     eval_iters: Count = key(10, "Batches per evaluation.")
     test_iters: CountOrZero = derived(
@@ -131,7 +147,10 @@ class Engine(Section):
         "Every this many steps compare, bit by bit, what several ranks must hold alike; 0 only "
         "after loading a checkpoint.",
     )
-    tensorboard: bool = key(True, "Write TensorBoard event files to output_dir.")
+    tensorboard: bool = key(True, "Write TensorBoard event files.")
+    tensorboard_dir: str | None = key(
+        None, "Where the TensorBoard event files go. Null is tensorboard in output_dir."
+    )
     wandb: bool = key(False, "Log to Weights & Biases as well; needs the wandb package.")
     mix_precision: MixPrecision = section(MixPrecision, "Number formats of training.")
     save_load: SaveLoad = section(SaveLoad, "Checkpoints: when, where, and what to start from.")
@@ -150,6 +169,21 @@ class BatchSize(Section):
         "Samples per forward pass. Null is the largest divisor of local_batch_size up to 8 that "
         "leaves a micro-batch for every pipeline stage. (FleetX's default was 8.)"
     )
+    rampup: list[Count] | None = key(
+        None,
+        "[start, increment, samples]: begin with a global batch of start and raise it by increment "
+        "in equal parts of the first samples, up to global_batch_size. Null is whole from the "
+        "start.",
+    )
+
+    @field_validator("rampup")
+    @classmethod
+    def _check_rampup(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and len(value) != 3:
+            raise ValueError(
+                "give three numbers: start, increment, samples, such as [16, 16, 1000]"
+            )
+        return value
 
 
 def _split_text(value: Any) -> Any:

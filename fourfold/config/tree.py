@@ -8,6 +8,7 @@ from pydantic import PrivateAttr
 
 from fourfold.config import network, run, usage
 from fourfold.config.fields import Section, section
+from fourfold.config.pace import Pace, Ramp
 from fourfold.config.render import render_yaml
 
 
@@ -34,6 +35,13 @@ class Config(Section):
     def notices(self) -> list[str]:
         """Old spellings used, values adjusted, keys without effect: one line each."""
         return self._notices
+
+    @property
+    def pace(self) -> Pace:
+        """The samples of every step, once the batch is resolved."""
+        sizes = self.Data.batch_size
+        ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)
+        return Pace(sizes.global_batch_size, ramp)
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump()

@@ -3,7 +3,8 @@
 With `Distributed.auto` the layout is free but for what the user fixed: a degree (or the sharding
 stage, the schedule, the stages per rank) that the file sets to something else than its default,
 and anything that `-o` sets. Micro-batches, recomputation and sequence parallelism of the file are
-those of a layout that is about to be replaced, so there only `-o` counts.
+those of a layout that is about to be replaced, so there only `-o` counts. Layers listed for each
+stage (`pp_layers`) stay with the pp_degree they are written for.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ DETAILS = {
     "Data.batch_size.micro_batch_size": "micro_batch",
     "Model.sequence_parallel": "sequence_parallel",
 }
+LOCAL_BATCH = "Data.batch_size.local_batch_size"
 RECOMPUTE = ("Model.use_recompute", "Model.recompute_granularity")
-# One rank, one micro-batch: legal for every model, so what else is wrong can be told.
+# One rank, one sample at a time: legal for every model, so what else is wrong can be told.
 NEUTRAL = (
     *(f"{path}={'null' if name == 'dp' else off}" for path, (name, off) in DEGREES.items()),
     "Distributed.auto=False",
     "Distributed.pp_layers=null",
     "Model.sequence_parallel=False",
-    "Data.batch_size.local_batch_size=null",
-    "Data.batch_size.micro_batch_size=null",
+    f"{LOCAL_BATCH}=null",
+    "Data.batch_size.micro_batch_size=1",
 )
 
 
 @dataclass(frozen=True)
 class Wishes:
-    auto: bool
     fixed: dict[str, Any]  # by their names in a plan
+    keeps_pp_layers: bool
     global_batch: int | None
     local_batch: int | None
     others: int  # ranks that read the same samples in the layout as written: mp * pp
@@ -60,6 +62,12 @@ class Wishes:
         return (self.local_batch or DEFAULT_MICRO_BATCH) * max(1, world // self.others)
 
 
+def asks_for_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether the layout is left to us, told of a file that may be wrong in every other way."""
+    entry = find(read_spelled_out(path, overrides, Report()), "Distributed.auto")
+    return entry is not None and entry.value is True
+
+
 def read_wishes(path: str | Path, overrides: Sequence[str] = ()) -> Wishes:
     """Only names and types are checked: whether it all goes together is not known yet."""
     report = Report()
@@ -68,9 +76,20 @@ def read_wishes(path: str | Path, overrides: Sequence[str] = ()) -> Wishes:
     if report.problems:
         raise ConfigError(in_reading_order(report.problems))
     sizes, layout = config.Data.batch_size, config.Distributed
+    if sizes.global_batch_size is not None and _overridden(tree, LOCAL_BATCH):
+        raise ConfigError(
+            [
+                f"-o {LOCAL_BATCH}={sizes.local_batch_size}: with a layout that is chosen and "
+                f"global_batch_size={sizes.global_batch_size} the local batch follows from the "
+                "layout; leave it out, or fix dp_degree and sharding_degree"
+            ]
+        )
+    keeps = layout.pp_layers is not None and (
+        layout.pp_degree > 1 or _overridden(tree, "Distributed.pp_layers")
+    )
     return Wishes(
-        layout.auto,
-        _fixed(config, tree),
+        _fixed(config, tree) | (_stages_of(config) if keeps else {}),
+        keeps,
         sizes.global_batch_size,
         sizes.local_batch_size or sizes.micro_batch_size,
         layout.mp_degree * layout.pp_degree,
@@ -92,6 +111,13 @@ def _fixed(config: Config, tree: Tree) -> dict[str, Any]:
             model.recompute_granularity or "full" if model.use_recompute else "none"
         )
     return fixed
+
+
+def _stages_of(config: Config) -> dict[str, Any]:
+    """What a list of layers says of the pipeline: it has a number for each stage."""
+    layout = config.Distributed
+    stages, per_rank = len(layout.pp_layers or ()), layout.virtual_pp_degree
+    return {"pp": max(1, stages // per_rank), "virtual": per_rank}
 
 
 def _overridden(tree: Tree, path: str) -> bool:

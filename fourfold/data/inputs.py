@@ -30,12 +30,15 @@ class InputFile:
     modified: int  # nanoseconds
 
 
-def find_inputs(paths: Sequence[str | Path]) -> list[InputFile]:
-    """Files of the named files, directories (recursive, sorted) and globs (sorted), in order."""
+def find_inputs(paths: Sequence[str | Path], kind: str | None = None) -> list[InputFile]:
+    """Files of the named files, directories (recursive, sorted) and globs (sorted), in order.
+
+    A `kind` of `KINDS` is what they hold, whatever their names say.
+    """
     found = [file for path in paths for file in _expand(str(path))]
     if not found:
         raise UserError("no input was given; name files, directories or globs")
-    return [describe_input(path) for path in found]
+    return [describe_input(path, kind) for path in found]
 
 
 def describe_input(path: Path, kind: str | None = None) -> InputFile:

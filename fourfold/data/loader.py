@@ -1,9 +1,9 @@
 """Global batch `step` of a run, or one rank's slice of it, as a pure function of the step.
 
-Batch k is samples [k*G, (k+1)*G) for global batch size G; rank r of R takes the r-th contiguous
-slice of G/R. So the global batch does not depend on the number of ranks, and resuming needs the
-step alone. A batch beyond the last sample is an error, never a silent second pass: samples are
-opened for the length of the run.
+Batch k is samples [k*G, (k+1)*G) for global batch size G, or the k-th stretch of a batch that
+grows (`Pace`); rank r of R takes the r-th contiguous slice of G/R. So the global batch does not
+depend on the number of ranks, and resuming needs the step alone. A batch beyond the last sample is
+an error, never a silent second pass: samples are opened for the length of the run.
 
 A sample is a stretch of tokens that may hold pieces of several documents. Inside it a document
 ends with its end-of-text token, and the token after that begins the next.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fourfold.config.pace import Pace
 from fourfold.data.mixture import Mixture
 from fourfold.data.samples import Samples
 from fourfold.errors import DataError
@@ -47,7 +48,7 @@ class Loader:
     def __init__(
         self,
         samples: Samples | Mixture,
-        global_batch_size: int,
+        global_batch_size: int | Pace,
         eos_token_id: int | None = None,
         eod_mask_loss: bool = True,
         reset_position_ids: bool = False,
@@ -56,11 +57,13 @@ class Loader:
         size: int = 1,
         prefetch: int = 2,
     ) -> None:
-        if global_batch_size < 1 or global_batch_size % size != 0:
-            raise DataError(
-                f"global_batch_size={global_batch_size} cannot be divided over {size} data ranks; "
-                f"choose a multiple of {size}"
-            )
+        pace = Pace(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size
+        for batch in pace.batches:
+            if batch < 1 or batch % size != 0:
+                raise DataError(
+                    f"global_batch_size={batch} cannot be divided over {size} data ranks; "
+                    f"choose a multiple of {size}"
+                )
         if eos_token_id is None and (reset_position_ids or reset_attention_mask):
             asked = "reset_position_ids" if reset_position_ids else "reset_attention_mask"
             raise DataError(
@@ -70,13 +73,13 @@ class Loader:
             )
         assert 0 <= rank < size and prefetch >= 0, (rank, size, prefetch)
         self.samples = samples
-        self.global_batch_size = global_batch_size
+        self.pace = pace
         self._eos_token_id = eos_token_id
         self._masked_token = eos_token_id if eod_mask_loss else None
         self._reset_position_ids = reset_position_ids
         self._reset_attention_mask = reset_attention_mask
         self._rank = rank
-        self._local_batch_size = global_batch_size // size
+        self._size = size
         self._prefetch = prefetch
         self._pending: dict[int, Future[Batch]] = {}
         self._worker: ThreadPoolExecutor | None = None
@@ -85,7 +88,7 @@ class Loader:
     @property
     def num_batches(self) -> int:
         """How many whole global batches the samples hold."""
-        return len(self.samples) // self.global_batch_size
+        return self.pace.steps_within(len(self.samples))
 
     def batch(self, step: int) -> Batch:
         """This rank's slice of global batch `step`, counted from 0."""
@@ -112,7 +115,7 @@ class Loader:
             )
         raise DataError(
             f"{self.samples.name}: batch {step} does not exist; {len(self.samples)} samples give "
-            f"{self.num_batches} batches of {self.global_batch_size} (0 to {self.num_batches - 1})"
+            f"{self.num_batches} batches of {self.pace.batch} (0 to {self.num_batches - 1})"
         )
 
     def _forget_if_forked(self) -> None:
@@ -136,16 +139,16 @@ class Loader:
         import torch
 
         samples, length = self.samples, self.samples.seq_len
-        whole = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
-        first = self._rank * self._local_batch_size
-        own = whole[first : first + self._local_batch_size]
+        whole = np.asarray(self.pace.samples_of(step))
+        first, local_batch_size = self._rank * len(whole) // self._size, len(whole) // self._size
+        own = whole[first : first + local_batch_size]
         rows = np.empty((len(own), length + 1), np.int64)  # (B, T+1)
         for row, sample in zip(rows, own):
             samples.read(int(sample), row)
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each
         ends = tokens == self._eos_token_id  # (B, T), nowhere if that is not known
         loss_mask = np.ones(tokens.shape, np.float32)
-        valid = self.global_batch_size * length
+        valid = len(whole) * length
         if self._masked_token is not None:
             loss_mask[ends] = 0.0
             others = np.concatenate([whole[:first], whole[first + len(own) :]])

@@ -51,7 +51,7 @@ FILES_PER_PART = 256
 class Settings:
     """What to prepare, and how. `tokenizer` is a place `Tokenizer.load` knows."""
 
-    tokenizer: str
+    tokenizer: str | tuple[str, str]
     format: str = "megatron"
     append_eod: bool = True
     json_key: str = "text"

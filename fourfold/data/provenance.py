@@ -273,8 +273,13 @@ def describe(tokenizer: dict[str, Any], append_eod: bool) -> dict[str, Any]:
     }
 
 
-def tokenizer_entry(tokenizer: Tokenizer, name: str | None) -> dict[str, Any]:
-    entry: dict[str, Any] = {} if name is None else {"name": name}
+def tokenizer_entry(tokenizer: Tokenizer, place: str | tuple[str, str] | None) -> dict[str, Any]:
+    """`place` is where it was loaded from, for those who look for it again."""
+    entry: dict[str, Any] = {}
+    if isinstance(place, tuple):
+        entry = {"name": ", ".join(place), "files": list(place)}
+    elif place is not None:
+        entry = {"name": place}
     return entry | {
         "identity": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,

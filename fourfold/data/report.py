@@ -98,8 +98,11 @@ def find_tokenizer(dataset: TokenDataset) -> tuple[Tokenizer | None, str | None]
         return None, "no manifest says which tokenizer made the data; give --tokenizer"
     here = dataset.path.parent
     names = [made_with[key] for key in ("path", "name") if isinstance(made_with.get(key), str)]
-    candidates = [Path(name) for name in names] + [here / name for name in names]
-    candidates += [here / "tokenizer.json", here.parent / "tokenizer.json"]
+    candidates: list[Path | tuple[Path, Path]] = [Path(name) for name in names]
+    candidates += [here / name for name in (*names, "tokenizer.json", "../tokenizer.json")]
+    match made_with.get("files"):
+        case [str(vocab), str(merges)]:
+            candidates.append((Path(vocab), Path(merges)))
     for candidate in candidates:
         try:
             tokenizer = Tokenizer.load(candidate)

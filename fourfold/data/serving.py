@@ -104,7 +104,7 @@ def wanted_samples(config: Config) -> dict[str, int]:
     engine, batch = config.Engine, config.Data.batch_size.global_batch_size
     evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 0
     return {
-        "train": batch * engine.max_steps,
+        "train": config.pace.consumed(engine.max_steps),
         "valid": batch * evaluations * engine.eval_iters,
         "test": batch * engine.test_iters,
     }

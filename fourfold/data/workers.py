@@ -32,7 +32,7 @@ class Job:
     files: tuple[InputFile, ...]
     text_rule: TextRule
     token_rule: TokenRule
-    tokenizer: str
+    tokenizer: str | tuple[str, str]
     tokenizer_identity: str
 
     def maker(self) -> PartMaker:
@@ -60,17 +60,11 @@ def make_parts(
 
 class _Crew:
     def __init__(self, job: Job, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._job = job
+        self._workers = workers
         self._free: list[Pipe] = []
         self.busy: dict[Pipe, Part] = {}
         self._processes: dict[Pipe, Any] = {}
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(job, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes[ours] = process
-            self._free.append(ours)
 
     def __enter__(self) -> _Crew:
         return self
@@ -85,15 +79,25 @@ class _Crew:
 
     @property
     def has_room(self) -> bool:
-        return bool(self._free)
+        return len(self.busy) < self._workers
 
     def give(self, part: Part) -> None:
-        pipe = self._free.pop()
+        pipe = self._free.pop() if self._free else self._start()
         self.busy[pipe] = part
         try:
             pipe.send(part)
         except ConnectionError:
             self._died(pipe)
+
+    def _start(self) -> Pipe:
+        """One worker more; a small input never needs as many as are allowed."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(self._job, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[ours] = process
+        return ours
 
     def finished(self, timeout: float) -> Iterator[tuple[Part, PartReport]]:
         for pipe in connection.wait(list(self.busy), timeout):

@@ -17,6 +17,7 @@ class Expectation:
     step_seconds: float
     bytes_per_rank: float  # of the rank that needs most
     band: float  # share by which the time may be off
+    global_batch: int  # of the step foretold; a batch that grows begins with smaller ones
 
     def line(self) -> str:
         return (
@@ -33,7 +34,8 @@ class Comparison:
     times: list[float] = field(default_factory=list)  # of a step, one for each window
 
     def take(self, record: Step) -> None:
-        self.times.append(record.batch_seconds)
+        if record.global_batch_size == self.expected.global_batch:
+            self.times.append(record.batch_seconds)
 
     def tell(self, sinks: Sinks, step: int, peaks: Sequence[int], logging_freq: int) -> None:
         """`peaks` are the most bytes that each rank held."""
@@ -45,7 +47,7 @@ class Comparison:
         fields: dict[str, Any] = {
             "predicted_step_seconds": expected.step_seconds,
             "measured_step_seconds": seconds,
-            "predicted_bytes": expected.bytes_per_rank,
+            "predicted_bytes": round(expected.bytes_per_rank),
             "measured_bytes": most,
         }
         sinks.event("prediction", step=step, **fields)

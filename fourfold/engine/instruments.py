@@ -23,8 +23,11 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
+from fourfold.metrics.lines import FleetXLines, LineStyle
+from fourfold.metrics.megatron_lines import MegatronLines
 from fourfold.metrics.memory import device_memory, host_memory
 from fourfold.model import ModelShape, flops_per_token
+from fourfold.model.flops import megatron_deepspeed_flops_per_token
 from fourfold.parallel import Precision
 from fourfold.waiting import waited
 
@@ -47,23 +50,27 @@ class Instruments:
     ) -> None:
         self.mesh = mesh
         self.on_cpu = device.type == "cpu"
-        batch, seq_len = config.Data.batch_size, config.Data.dataset.max_seq_len
+        seq_len = config.Data.dataset.max_seq_len
         peak, self.peak_reason = peak_flops(config.Global.peak_tflops, device, precision.dtype)
         self.meter = Meter(
-            tokens_per_step=batch.global_batch_size * seq_len,
+            pace=config.pace,
+            seq_len=seq_len,
             world_size=mesh.size,
             logging_freq=config.Engine.logging_freq,
             flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
             peak_flops=peak,
         )
+        self.style = line_style(config, mesh.size)
         self.sinks = Sinks()
         if mesh.rank == 0:
             output_dir = Path(config.Engine.save_load.output_dir)
             self.sinks = open_sinks(
                 output_dir,
                 tensorboard=config.Engine.tensorboard,
+                tensorboard_dir=config.Engine.tensorboard_dir,
                 wandb=config.Engine.wandb,
                 config=config.to_dict(),
+                style=self.style,
                 resume_step=done_steps,
                 max_steps=config.Engine.max_steps,
             )
@@ -78,6 +85,7 @@ class Instruments:
     def end_step(self, **fields: Any) -> None:
         """Close the step; at the end of a logging window, record it."""
         record = self.meter.end_step(**fields)
+        self.style.take_loss(fields["loss"])
         if record is not None and self.comparison is not None:
             self.comparison.take(record)
         if record is not None:
@@ -107,3 +115,14 @@ class Instruments:
         if told := self.stragglers.look(times):
             self.sinks.notice(told, level="WARNING")
         return replace(record, ranks=times)
+
+
+def line_style(config: Config, world_size: int) -> LineStyle:
+    """The log lines asked for, with what they have to know about the run."""
+    if config.Engine.log_style == "fleetx":
+        return FleetXLines()
+    seq_len = config.Data.dataset.max_seq_len
+    flops = megatron_deepspeed_flops_per_token(
+        ModelShape.of(config.Model), seq_len, recomputes=config.Model.use_recompute
+    )
+    return MegatronLines(config.Engine.max_steps, seq_len, world_size, flops * seq_len)

@@ -22,7 +22,7 @@ from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
-from fourfold.optim import LossScale, Optimizer, Schedule
+from fourfold.optim import LossScale, Optimizer, build_schedule
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
@@ -38,6 +38,7 @@ class Engine:
         """`expected` is what a plan said of this run; it is compared with what happens."""
         self.config = config
         self.expected = expected
+        self.pace = config.pace
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.layout = layout_of(config)
         self.layout.check(world_size)
@@ -55,7 +56,7 @@ class Engine:
         self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
         self.runner = parallelize(config, self.mesh, self.device)
         self.optimizer = build_optimizer(config, self.runner.masters)
-        self.schedule = _build_schedule(config)
+        self.schedule = build_schedule(config)
         self.loss_scale = (
             LossScale(config.Engine.mix_precision.scale_loss)
             if self.runner.precision.scales_loss
@@ -68,8 +69,11 @@ class Engine:
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def fit(self) -> None:
-        """Train from where the run stands to `max_steps`, then test. Returns early on a stop."""
+    def fit(self, *, save: bool = True) -> None:
+        """Train from where the run stands to `max_steps`, then test. Returns early on a stop.
+
+        Without `save` it leaves no checkpoint and no picture: the run is only to be watched.
+        """
         self.output_dir.mkdir(parents=True, exist_ok=True)
         heartbeat.beat(self.step, "resume")
         saving.resume(self)
@@ -78,18 +82,18 @@ class Engine:
             closing.callback(self.feeds.close)
             watch = self._open_instruments(closing)
             with StopRequest(self.output_dir) as stop:
-                stopped = self._train(watch, stop)
+                stopped = self._train(watch, stop, save)
             watch.compare(self.step)
             if not stopped:
                 with watch.meter.timed("evaluate"):
                     self._evaluate(watch.sinks, "test", self.config.Engine.test_iters)
                 watch.sinks.notice("The training process is complete.")
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 and save:
             plot_losses(self.output_dir)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
 
-    def _train(self, watch: Instruments, stop: StopRequest) -> bool:
+    def _train(self, watch: Instruments, stop: StopRequest, save: bool) -> bool:
         """All steps to the last, or to a stop; whether it was one."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
         if self.step >= engine.max_steps:
@@ -110,12 +114,13 @@ class Engine:
                 with meter.timed("evaluate"):
                     self._evaluate(sinks, "eval", engine.eval_iters)
             last = self.step == engine.max_steps
-            if _due(self.step, engine.save_load.save_steps) or last or stopping:
+            if save and (_due(self.step, engine.save_load.save_steps) or last or stopping):
                 saving.save(self, meter)
         saving.finish(self)
         if stopping:
             reason = self.mesh.agree(stop.reason())
-            sinks.notice(f"stopped by {reason} at step {self.step}; the run is saved")
+            kept = "; the run is saved" if save else ""
+            sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
         return stopping
 
     def _train_step(
@@ -152,8 +157,7 @@ class Engine:
 
     def _samples_of_step(self) -> range:
         """The samples of the present step's global batch, on all ranks."""
-        size = self.config.Data.batch_size.global_batch_size
-        return range((self.step - 1) * size, self.step * size)
+        return self.pace.samples_of(self.step - 1)
 
     @uncounted()
     def _evaluate(self, sinks: Sinks, part: Literal["eval", "test"], iterations: int) -> None:
@@ -217,18 +221,13 @@ class Engine:
 
     def _epoch(self) -> int:
         """How often the run has been through its training split, from 0."""
-        seen = (self.step - 1) * self.config.Data.batch_size.global_batch_size
+        seen = self.pace.consumed(self.step - 1)
         train = self.feeds.samples["train"]
         return seen * train.seq_len // max(train.tokens_per_epoch, 1)
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _build_schedule(config: Config) -> Schedule:
-    lr = config.Optimizer.lr
-    return Schedule(lr.max_lr, lr.min_lr, lr.warmup_rate, lr.decay_steps)
 
 
 def build_optimizer(config: Config, masters: dict[str, Any]) -> Optimizer:

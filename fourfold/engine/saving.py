@@ -46,7 +46,7 @@ def finish(run: Engine) -> None:
 
 
 def _state(run: Engine) -> dict[str, Any]:
-    consumed = run.step * run.config.Data.batch_size.global_batch_size
+    consumed = run.pace.consumed(run.step)
     return {
         "version": __version__,
         "step": run.step,
@@ -79,12 +79,12 @@ def resume(run: Engine) -> None:
 def _go_on(run: Engine, where: str) -> Path:
     tensors = holdings.to_fill(run.runner, run.optimizer)
     path, state = checkpoint.resume(where, tensors, run.notices.append, crew=run.crew)
-    batch = run.config.Data.batch_size.global_batch_size
-    if state["consumed_samples"] != state["step"] * batch:
+    consumed = run.pace.consumed(int(state["step"]))
+    if state["consumed_samples"] != consumed:
         raise UserError(
             f"{path} was written after {state['consumed_samples']} samples in "
-            f"{state['step']} steps, which is not {batch} samples a step; resume with the "
-            "global_batch_size it was trained with"
+            f"{state['step']} steps, which this configuration reaches after {consumed}; resume "
+            "with the global_batch_size and rampup it was trained with"
         )
     about_data = run.feeds.restore(state, int(state["consumed_samples"]), str(path))
     run.step = int(state["step"])

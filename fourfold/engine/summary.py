@@ -33,12 +33,18 @@ def describe(
         f"{parameters:,} parameters; untrained loss near "
         f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
     )
+    if (grows := config.pace).ramp is not None:
+        whole = grows.stretches[-1]
+        yield (
+            f"batch: grows from {grows.batch_of(0)} to {grows.batch} samples over the first "
+            f"{whole.first_step:,} steps, {whole.first_sample:,} samples"
+        )
     yield (
         f"batch: {batch.global_batch_size} samples x {seq_len} tokens = {tokens:,} tokens a step, "
         f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
     )
     yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_reason}"
-    yield from _describe_data(feeds, steps * batch.global_batch_size)
+    yield from _describe_data(feeds, config.pace.consumed(steps))
 
 
 def _compute(config: Config, shape: ModelShape, tokens: int) -> str:

@@ -15,10 +15,12 @@ import torch
 from fourfold import checkpoint
 from fourfold.config import Config
 from fourfold.convert import ForeignModel, load_foreign, open_weights
+from fourfold.data.report import find_tokenizer
+from fourfold.data.serving import parts_of
 from fourfold.errors import DataError, UserError
 from fourfold.mesh import select_device
 from fourfold.model import GPT, ModelShape
-from fourfold.tokenizer import Tokenizer
+from fourfold.tokenizer import GPT2, Tokenizer
 
 Notice = Callable[[str], None]
 
@@ -26,6 +28,7 @@ NO_TOKENIZER = (
     "Global.tokenizer is not set, so text cannot be turned into tokens; name the tokenizer the "
     "model was trained with, e.g. -o Global.tokenizer=tokenizer.json"
 )
+GPT2_TOKENS = 50257
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,8 @@ def load_trained(
 def _load_own(
     config: Config, where: Path, device: torch.device, on_notice: Notice, needs_text: bool
 ) -> Trained:
-    tokenizer = _load_tokenizer(config.Global.tokenizer, needs_text)
+    tokenizer = tokenizer_of_run(config, on_notice, needs_text)
     shape = ModelShape.of(config.Model)
-    _check_size(tokenizer, shape.vocab_size)
     model = _empty(shape, device)
     weights = {f"model.{name}": p.data for name, p in model.named_parameters()}
     path, state = checkpoint.resume(where, weights, on_notice, prefix="model.")
@@ -82,10 +84,12 @@ def check_made_with(
 ) -> None:
     """Refuse a tokenizer that is not the one of the checkpoint's data, unless that is allowed."""
     if tokenizer is not None and made_with not in (None, tokenizer.identity):
+        named = config.Global.tokenizer
+        given = f"Global.tokenizer={named}" if named else "the one found without Global.tokenizer"
         text = (
             f"{path} was trained on data of another tokenizer ({str(made_with)[:12]}) than "
-            f"Global.tokenizer={config.Global.tokenizer} ({tokenizer.identity[:12]}), so the model "
-            "knows each id as another text; name the tokenizer its data was prepared with"
+            f"{given} ({tokenizer.identity[:12]}), so the model knows each id as another text; "
+            "name in Global.tokenizer the one its data was prepared with"
         )
         if not config.Data.dataset.allow_tokenizer_mismatch:
             raise DataError(f"{text}, or set Data.dataset.allow_tokenizer_mismatch=True")
@@ -96,8 +100,7 @@ def _load_foreign(
     config: Config, where: Path, device: torch.device, on_notice: Notice, needs_text: bool
 ) -> Trained:
     with open_foreign(config, where) as foreign:
-        tokenizer = _load_tokenizer(config.Global.tokenizer or foreign.tokenizer, needs_text)
-        _check_size(tokenizer, foreign.shape.vocab_size)
+        tokenizer = tokenizer_of_foreign(config, foreign, on_notice, needs_text)
         for note in [*foreign.notes, *other_sizes(config, foreign.shape)]:
             on_notice(note)
         model = _empty(foreign.shape, device)
@@ -134,20 +137,53 @@ def other_sizes(config: Config, shape: ModelShape) -> list[str]:
     return [f"the checkpoint decides the model: {', '.join(different)}"] if different else []
 
 
-def _load_tokenizer(named: str | Path | None, needed: bool) -> Tokenizer | None:
-    if named is not None:
-        return Tokenizer.load(Path(named))
-    if needed:
-        raise UserError(NO_TOKENIZER)
-    return None
+# -- what turns text into ids, and ids into text ------------------------------------------------
 
 
-def load_tokenizer(named: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model with `vocab_size` ids, which must have room for all of its."""
-    tokenizer = _load_tokenizer(named, needed=True)
-    assert tokenizer is not None
+def tokenizer_of_run(config: Config, on_notice: Notice, needed: bool = True) -> Tokenizer | None:
+    """What `Global.tokenizer` names, else what made the run's data, else GPT-2's."""
+    named, vocab_size = config.Global.tokenizer, config.Model.vocab_size
+    tokenizer = _tokenizer_of_data(config) if needed and named is None else None
+    if tokenizer is not None:
+        on_notice("Global.tokenizer is not set; taking the one the run's data was made with")
+    else:
+        tokenizer = _named_or_gpt2(named, vocab_size, on_notice, needed)
     _check_size(tokenizer, vocab_size)
     return tokenizer
+
+
+def tokenizer_of_foreign(
+    config: Config, foreign: ForeignModel, on_notice: Notice, needed: bool = True
+) -> Tokenizer | None:
+    """What `Global.tokenizer` names, else what lies by the checkpoint, else GPT-2's."""
+    named, vocab_size = config.Global.tokenizer or foreign.tokenizer, foreign.shape.vocab_size
+    tokenizer = _named_or_gpt2(named, vocab_size, on_notice, needed)
+    _check_size(tokenizer, vocab_size)
+    return tokenizer
+
+
+def _named_or_gpt2(
+    named: str | Path | None, vocab_size: int, on_notice: Notice, needed: bool
+) -> Tokenizer | None:
+    if named is not None:
+        return Tokenizer.load(Path(named))
+    if not needed:
+        return None
+    # The models of the documents have GPT-2's vocabulary, padded; a smaller one is another's.
+    if vocab_size < GPT2_TOKENS:
+        raise UserError(NO_TOKENIZER)
+    on_notice("Global.tokenizer is not set; taking GPT-2's")
+    return Tokenizer.load(GPT2)
+
+
+def _tokenizer_of_data(config: Config) -> Tokenizer | None:
+    """The tokenizer that the manifests of the training data tell of, where it can be found."""
+    try:
+        datasets = parts_of(config)["train"].datasets
+    except UserError:
+        return None  # the data need not be here for a model to write
+    found = (find_tokenizer(dataset)[0] for dataset in datasets)
+    return next(filter(None, found), None)
 
 
 def _check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -23,10 +23,11 @@ from fourfold.generate.decoder import Decoder
 from fourfold.generate.loading import (
     Notice,
     check_made_with,
-    load_tokenizer,
     model_sizes,
     open_foreign,
     other_sizes,
+    tokenizer_of_foreign,
+    tokenizer_of_run,
 )
 from fourfold.mesh import Mesh, select_device
 from fourfold.model.gpt import Attend
@@ -75,7 +76,8 @@ def _load_own(
     config: Config, where: Path, mesh: Mesh, on_notice: Notice
 ) -> tuple[Runner, Tokenizer, Path]:
     """Each rank reads what it holds."""
-    tokenizer = load_tokenizer(config.Global.tokenizer, config.Model.vocab_size)
+    tokenizer = tokenizer_of_run(config, on_notice)
+    assert tokenizer is not None
     runner = _build(config, mesh)
     pieces = {
         f"model.{held.name}": Piece(local(held.parameter.data), held.shape, held.offsets)
@@ -95,9 +97,8 @@ def _load_foreign(
 ) -> tuple[Runner, Tokenizer, Path]:
     """Each rank reads all, one tensor at a time, and keeps what it holds."""
     with open_foreign(config, where) as foreign:
-        tokenizer = load_tokenizer(
-            config.Global.tokenizer or foreign.tokenizer, foreign.shape.vocab_size
-        )
+        tokenizer = tokenizer_of_foreign(config, foreign, on_notice)
+        assert tokenizer is not None
         for note in [*foreign.notes, *other_sizes(config, foreign.shape)]:
             on_notice(note)
         for name in model_sizes():

@@ -27,15 +27,24 @@ from fourfold.launch.worker import STOP_SIGNALS, Place, run_rank
 # How long the kernel may take to remove processes that were killed.
 REMOVAL_SECONDS = 5.0
 
+LOG_NAME = "attempt_{attempt}/rank_{rank}.log"
+
 
 class Children:
     """`nproc` forked ranks. Use as a context: at its end nothing of them is left."""
 
     def __init__(
-        self, work: Callable[[], None], nproc: int, attempt: int, log_dir: Path, store: Path
+        self,
+        work: Callable[[], None],
+        nproc: int,
+        attempt: int,
+        log_dir: Path,
+        store: Path,
+        log_name: str = LOG_NAME,
     ) -> None:
         self.board = Board(nproc)
-        self.logs = [log_dir / f"attempt_{attempt}" / f"rank_{r}.log" for r in range(nproc)]
+        names = [log_name.format(attempt=attempt, rank=rank) for rank in range(nproc)]
+        self.logs = [log_dir / name for name in names]
         self.log_starts = [_begin_log(log, attempt) for log in self.logs]
         self.endings: list[Ending] = []
         self.running: dict[int, int] = {}  # rank to process id

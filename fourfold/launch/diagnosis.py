@@ -95,6 +95,9 @@ def explain(cause: Ending, endings: list[Ending]) -> list[str]:
     left = sorted(end.rank for end in endings if end.status == 0)
     if cause.lost_a_peer and left:
         lines.append(f"fourfold: before that, {ranks(left)} had ended with exit code 0")
+    if not text and cause.rank > 0:
+        # A script that ends by `sys.exit(3)` has said why before; of rank 0 that was shown.
+        text = read_text(cause.log, cause.log_start).rstrip()
     if shown := _last_words(text, cause.status):
         lines += [f"    {line}" for line in shown]
     return [*lines, f"fourfold: the log of rank {cause.rank} is {cause.log}"]

@@ -37,6 +37,16 @@ def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
     return launcher
 
 
+def refuse_inside_launcher(environment: MutableMapping[str, str], given: str) -> None:
+    """`given` would start processes, which must not happen in each of a launcher's own."""
+    launcher = join_launcher(environment)
+    if launcher is not None and launcher.world_size > 1:
+        raise UserError(
+            f"{given} would start processes inside each of the {launcher.world_size} that "
+            f"{launcher.name} started; leave {given.split()[0]} out, or start a single process"
+        )
+
+
 def _torchrun(environment: Mapping[str, str]) -> Launcher | None:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from fourfold.errors import USER_ERROR_EXIT
-from fourfold.launch.children import Children
+from fourfold.launch.children import LOG_NAME, Children
 from fourfold.launch.diagnosis import explain, root_cause
 from fourfold.launch.signals import Signals
 from fourfold.launch.stacks import explain_hang, take_stacks
@@ -37,14 +37,16 @@ def supervise(
     max_restarts: int = 0,
     hang_seconds: float = 600.0,
     grace_seconds: float = 10.0,
+    log_name: str = LOG_NAME,
     echo: Echo | None = None,
     tell: Echo | None = None,
 ) -> int:
     """Run `work` in `nproc` forked ranks until all have ended; the exit code for the command.
 
     0 when all ranks ended well, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
-    did not survive, else 1. `echo` gets the lines of rank 0, by default for standard output, and
-    `tell` what the supervisor says, for standard error.
+    did not survive, else 1. `log_name` says where below `log_dir` a rank writes. `echo` gets the
+    lines of rank 0, by default for standard output, and `tell` what the supervisor says, for
+    standard error.
     """
     assert nproc >= 1 and max_restarts >= 0
     echo = echo or partial(print, flush=True)
@@ -52,7 +54,7 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, Signals() as signals:
         for attempt in range(max_restarts + 1):
             store = Path(stores) / f"store_{attempt}"
-            with Children(work, nproc, attempt, log_dir, store) as children:
+            with Children(work, nproc, attempt, log_dir, store, log_name) as children:
                 watch = Watch(children, signals, echo, tell, hang_seconds, grace_seconds)
                 code = watch.run()
             if children.running:

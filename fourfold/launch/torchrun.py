@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,17 @@ class Nodes:
 
 
 def torchrun_command(
-    nodes: Nodes, nproc: int, max_restarts: int, log_dir: Path, command: list[str]
+    nodes: Nodes,
+    nproc: int,
+    max_restarts: int,
+    log_dir: Path,
+    command: list[str],
+    program: Sequence[str] = ("-m", "fourfold"),
 ) -> list[str]:
     """Arguments that run `fourfold COMMAND` in `nproc` processes here, as one of the machines.
 
-    Each rank's output goes to a file below `log_dir`; rank 0's also to the console.
+    `program` is run in place of `fourfold`: a script, or -m and a module. Each rank's output goes
+    to a file below `log_dir`; rank 0's also to the console.
     """
     if not 0 <= nodes.node_rank < nodes.nnodes:
         raise UserError(
@@ -57,4 +64,4 @@ def torchrun_command(
     if nodes.node_rank > 0:
         del options["--tee"]  # torchrun counts ranks of each machine here
     words = [word for name, value in options.items() for word in (name, str(value))]
-    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", "fourfold", *command]
+    return [sys.executable, "-m", "torch.distributed.run", *words, *program, *command]

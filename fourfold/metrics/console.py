@@ -1,10 +1,7 @@
-"""The log lines of a run, in the format of FleetX, to the character.
+"""The log of a run on a terminal or in a file, in the line style asked for.
 
-    [2022-07-27 12:42:46,601] [    INFO] - global step 1, epoch: 0, batch: 0, loss: 11.05201721...
-
-On a terminal the prefix is coloured and a progress line stands below the log; elsewhere the lines
-are plain. Whatever else has to be said goes out under the same prefix, one line each, with
-characters that could move a cursor or start a new line escaped.
+On a terminal the prefix of lines that have one is coloured and a progress line stands below the
+log; elsewhere the lines are plain.
 """
 
 from __future__ import annotations
@@ -13,62 +10,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
+
+from fourfold.metrics.lines import FleetXLines, LineStyle
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 
-COLOURS = {"INFO": "32", "WARNING": "33", "ERROR": "31"}
-STAMPS = ("kind", "time", "event")
-
-
-def train_message(record: Mapping[str, Any]) -> str:
-    """The text of a training line; `record` has the fields of a `Step`."""
-    return (
-        "global step {step}, epoch: {epoch}, batch: {batch}, loss: {loss:.9f}, "
-        "avg_reader_cost: {reader_seconds:.5f} sec, avg_batch_cost: {batch_seconds:.5f} sec, "
-        "speed: {steps_per_second:.2f} step/s, ips_total: {ips_total:.0f} tokens/s, "
-        "ips: {ips:.0f} tokens/s, learning rate: {learning_rate:.5e}"
-    ).format_map(record)
-
-
-def evaluation_message(record: Mapping[str, Any]) -> str:
-    """The text of an evaluation line; the record's kind is "eval" or "test"."""
-    return (
-        "[{kind}] epoch: {epoch}, batch: {batch}, loss: {loss:.9f}, "
-        "avg_{kind}_cost: {batch_seconds:.5f} sec, speed: {steps_per_second:.2f} step/s"
-    ).format_map(record)
-
-
-def event_message(record: Mapping[str, Any]) -> str:
-    fields = [f"{name}: {value}" for name, value in record.items() if name not in STAMPS]
-    return escape(f"[{record['event']}] " + ", ".join(fields))
-
-
-def log_line(message: str, when: str, level: str = "INFO", colour: bool = False) -> str:
-    """One whole line, without its newline; `when` is an ISO 8601 time, shown as it stands."""
-    moment = datetime.fromisoformat(when)
-    stamp = f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}"
-    prefix = f"[{stamp}] [{level:>8}]"
-    if not colour:
-        return f"{prefix} - {message}"
-    return f"\x1b[{COLOURS[level]}m{prefix}\x1b[0m - {message}\x1b[0m"
-
-
-def escape(text: str) -> str:
-    """`text` with every unprintable character written as its escape, newlines included."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
-
-
 class Console:
     """Writes the records of a run as lines to `stream`, standard output unless given.
 
-    With `max_steps` and a terminal, a progress line follows the log.
+    The lines are FleetX's unless another style is given. With `max_steps` and a terminal, a
+    progress line follows the log.
     """
 
     def __init__(
@@ -77,7 +31,9 @@ class Console:
         max_steps: int | None = None,
         start_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        style: LineStyle | None = None,
     ) -> None:
+        self._style = style or FleetXLines()
         self._stream = stream if stream is not None else sys.stdout
         terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._colour = terminal and not os.environ.get("NO_COLOR")
@@ -88,17 +44,9 @@ class Console:
         )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        kind, level = record["kind"], record.get("level", "INFO")
-        if kind == "train":
-            message = train_message(record)
-        elif kind in ("eval", "test"):
-            message = evaluation_message(record)
-        elif kind == "event":
-            message = event_message(record)
-        else:
-            message = escape(record["text"])
-        self._print(log_line(message, record["time"], level, self._colour))
-        if kind == "train" and self._progress:
+        for line in self._style.lines(record, self._colour):
+            self._print(line)
+        if record["kind"] == "train" and self._progress:
             self._progress.show(record)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from typing import SupportsFloat
 
 from torch.profiler import record_function
 
+from fourfold.config.pace import Pace
 from fourfold.metrics.memory import device_memory, host_memory
 from fourfold.metrics.skew import RankTimes
 
@@ -36,7 +37,9 @@ class Step:
     grad_norm: float | None
     loss_scale: float | None
     skipped: int  # updates skipped so far
-    tokens: int  # seen so far, by all ranks
+    global_batch_size: int  # of this step
+    samples: int  # seen so far, by all ranks
+    tokens: int  # the same
     reader_seconds: float
     batch_seconds: float  # includes reader_seconds
     steps_per_second: float
@@ -62,7 +65,8 @@ class Meter:
     def __init__(
         self,
         *,
-        tokens_per_step: int,
+        pace: Pace,
+        seq_len: int,
         world_size: int = 1,
         logging_freq: int = 1,
         flops_per_token: float | None = None,
@@ -70,8 +74,9 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`peak_flops` is one device's, in FLOP/s; without it the MFU is None."""
-        assert tokens_per_step > 0 and world_size > 0 and logging_freq > 0
-        self.tokens_per_step = tokens_per_step
+        assert seq_len > 0 and world_size > 0 and logging_freq > 0
+        self.pace = pace
+        self.seq_len = seq_len
         self.world_size = world_size
         self.logging_freq = logging_freq
         self.flops_per_token = flops_per_token
@@ -124,10 +129,13 @@ class Meter:
             return None
         loss = float(loss)
         grad_norm = None if grad_norm is None else float(grad_norm)
+        steps = self._window_steps
         seconds, batch_seconds = self._close_window()
         # A clock too coarse to see the step has no rate to tell; 0 keeps every sink readable.
         steps_per_second = 1 / batch_seconds if batch_seconds > 0 else 0.0
-        ips_total = steps_per_second * self.tokens_per_step
+        samples = self.pace.consumed(step)
+        window_samples = samples - self.pace.consumed(step - steps)
+        ips_total = steps_per_second * window_samples / steps * self.seq_len
         host, device = host_memory(), device_memory()
         return Step(
             step=step,
@@ -138,7 +146,9 @@ class Meter:
             grad_norm=grad_norm,
             loss_scale=loss_scale,
             skipped=skipped,
-            tokens=step * self.tokens_per_step,
+            global_batch_size=self.pace.batch_of(step - 1),
+            samples=samples,
+            tokens=samples * self.seq_len,
             reader_seconds=seconds.get("reader", 0.0),
             batch_seconds=batch_seconds,
             steps_per_second=steps_per_second,

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, Self
 from fourfold.errors import UserError
 from fourfold.metrics.console import Console
 from fourfold.metrics.jsonl import FILE_NAME, JsonLines
+from fourfold.metrics.lines import LineStyle
 from fourfold.metrics.meter import Step, timestamp
 from fourfold.metrics.trackers import TensorBoard, WeightsAndBiases
 
@@ -97,29 +98,34 @@ def open_sinks(
     output_dir: str | os.PathLike[str],
     *,
     tensorboard: bool = True,
+    tensorboard_dir: str | os.PathLike[str] | None = None,
     wandb: bool = False,
     run_name: str | None = None,
     config: Mapping[str, Any] | None = None,
     console: Console | None = None,
+    style: LineStyle | None = None,
     max_steps: int | None = None,
     resume_step: int = 0,
 ) -> Sinks:
-    """Open everything a run writes its metrics to, under `output_dir`.
+    """Open everything a run writes its metrics to, under `output_dir` (TensorBoard's files, if
+    asked for, under a directory of their own).
 
     `resume_step` is the last step already done; what an earlier run recorded beyond it is
-    dropped. `max_steps` gives the progress display of a terminal its end; a `console` that was
-    made elsewhere is used as it is.
+    dropped. `max_steps` gives the progress display of a terminal its end, `style` the lines their
+    form; a `console` that was made elsewhere is used as it is.
     """
     directory, config = Path(output_dir), _plain(config or {})
     if console is None:
-        console = Console(max_steps=max_steps, start_step=resume_step)
+        console = Console(max_steps=max_steps, start_step=resume_step, style=style)
     sinks: list[Sink] = [console]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if wandb:
             sinks.append(WeightsAndBiases(directory, run_name, config, resume_step))
         if tensorboard:
-            sinks.append(TensorBoard(directory / "tensorboard", config, resume_step))
+            sinks.append(
+                TensorBoard(Path(tensorboard_dir or directory / "tensorboard"), config, resume_step)
+            )
         # Last, for it changes what an earlier run left: nothing after it can be refused.
         jsonl = JsonLines(directory / FILE_NAME, resume_step)
     except OSError as error:

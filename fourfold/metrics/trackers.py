@@ -2,7 +2,7 @@
 
     train/loss  train/learning_rate  train/grad_norm  train/loss_scale  train/skipped  train/tokens
     speed/ips_total  speed/ips  speed/mfu  speed/batch_seconds  speed/reader_seconds
-    seconds/<phase>  memory/rss_bytes ...  eval/loss  test/loss
+    seconds/<phase>  memory/rss_bytes ...  eval/loss  eval/ppl  test/loss  test/ppl
 
 The configuration goes along with whatever looks like a secret blanked out.
 """
@@ -10,6 +10,7 @@ The configuration goes along with whatever looks like a secret blanked out.
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,15 @@ from typing import Any
 from fourfold.errors import UserError
 
 GROUPS = {
-    "train": ("loss", "learning_rate", "grad_norm", "loss_scale", "skipped", "tokens"),
+    "train": (
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "loss_scale",
+        "skipped",
+        "tokens",
+        "global_batch_size",
+    ),
     "speed": ("ips_total", "ips", "mfu", "batch_seconds", "reader_seconds"),
     "memory": ("rss_bytes", "peak_rss_bytes", "device_bytes", "peak_device_bytes"),
 }
@@ -29,7 +38,9 @@ REDACTED = "[redacted]"
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record by tracker name; none for events and notices."""
     if record["kind"] in ("eval", "test"):
-        return {f"{record['kind']}/loss": record["loss"]}
+        # Kept below exp(20) as Megatron does; a loss beyond is no longer a perplexity.
+        perplexity = math.exp(min(record["loss"], 20.0))
+        return {f"{record['kind']}/loss": record["loss"], f"{record['kind']}/ppl": perplexity}
     if record["kind"] != "train":
         return {}
     named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}

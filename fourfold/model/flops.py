@@ -83,3 +83,17 @@ def flops_per_token(
     }
     layers = shape.num_layers
     return 3 * (layers * parts.layer + parts.head) + layers * repeated[recompute]
+
+
+def megatron_deepspeed_flops_per_token(
+    shape: ModelShape, seq_len: int, *, recomputes: bool
+) -> float:
+    """What the TFLOPs of Megatron-DeepSpeed's log count, for figures to be compared with it.
+
+    All T × T pairs of attention, and all four passes when anything is recomputed. Its head counts
+    for three quarters of its three passes where nothing is, which no setting of `flops_per_token`
+    gives; with four passes and a feed-forward width of 4 h it is that of recompute "full".
+    """
+    h, layers = shape.hidden_size, shape.num_layers
+    attention, head = seq_len / (6 * h), shape.vocab_size / (16 * layers * h)
+    return 24 * (4 if recomputes else 3) * layers * h**2 * (1 + attention + head)

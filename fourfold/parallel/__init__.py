@@ -73,12 +73,13 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
             from fourfold.parallel.tensor import apply_model_parallel
 
             apply_model_parallel(part, mesh.axis("mp"), model.sequence_parallel)
+        if config.Engine.graph_mode == "static":
+            for layer in part.layers.values():
+                # Before recomputation, which would hide a whole layer from the compiler.
+                layer.forward = torch.compile(layer.forward)
         if model.use_recompute:
             assert model.recompute_granularity is not None, "filled in when resolved"
             apply_recompute(part, model.recompute_granularity)
-        if config.Engine.graph_mode == "static":
-            for layer in part.layers.values():
-                layer.compile()
         precision.apply_autocast(part, device)
         if sharding is not None:
             sharding.apply(part)
@@ -100,7 +101,6 @@ def assemble(config: Config, mesh: Mesh, device: torch.device, drawn: Draft) -> 
         precision=drawn.precision,
         device=device,
         micro_batch_size=config.Data.batch_size.micro_batch_size,
-        micro_batches=config.Engine.accumulate_steps,
         seed=config.Global.seed,
         by_sequence=config.Model.sequence_parallel,
         sharding=drawn.sharding,

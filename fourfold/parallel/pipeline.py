@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,7 +96,6 @@ class Pipeline:
         group: ProcessGroup,
         *,
         schedule: str,
-        micro_batches: int,
         tokens: Tensor,
         boundary: Tensor,
         sharding: Sharding | None,
@@ -113,17 +111,22 @@ class Pipeline:
         self.stages = [self._stage(number, part, tokens) for number, part in parts.items()]
         for stage in self.stages:
             stage.sharding = sharding
-        self.micro_batches = micro_batches
         self.schedule_name = schedule
+        self.schedules: dict[int, _PipelineSchedule] = {}
 
-    @cached_property
-    def schedule(self) -> _PipelineSchedule:
-        """Made at the first step: torch lays out every rank's every action, which takes a while."""
+    def schedule_of(self, micro_batches: int) -> _PipelineSchedule:
+        """Made when first needed: torch lays out every rank's every action, which takes a while."""
+        if micro_batches not in self.schedules:
+            # One at a time: a batch that grows does not come back to an earlier size.
+            self.schedules = {micro_batches: self._lay_out(micro_batches)}
+        return self.schedules[micro_batches]
+
+    def _lay_out(self, micro_batches: int) -> _PipelineSchedule:
         kind = get_schedule_class(self.schedule_name)
         is_single = issubclass(kind, PipelineScheduleSingle)
         return kind(
             self.stages[0] if is_single else self.stages,
-            n_microbatches=self.micro_batches,
+            n_microbatches=micro_batches,
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
@@ -160,7 +163,8 @@ class Pipeline:
         losses: list[Tensor] = []
         inputs = (tokens,) if 0 in self.parts else ()
         target = arguments["labels"] if self.num_stages - 1 in self.parts else None
-        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **arguments)
+        schedule = self.schedule_of(len(arguments["dropout_seed"]))
+        schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **arguments)
         # The time no stage computed in: empty places of the schedule, and transfers.
         busy = self._busy_seconds() - busy_before
         waited.bubble += time.perf_counter() - start - busy
@@ -226,7 +230,6 @@ def build_pipeline(
         count_stages(config),
         group,
         schedule=config.Distributed.pp_schedule,
-        micro_batches=config.Engine.accumulate_steps,
         tokens=torch.empty((batch, length), dtype=torch.int64, device="meta"),
         boundary=torch.empty(
             (batch, own_length, config.Model.hidden_size), dtype=dtype, device=device

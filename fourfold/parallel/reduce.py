@@ -63,11 +63,10 @@ class Replicas:
         parameters: dict[str, nn.Parameter],
         masters: dict[str, nn.Parameter],
         group: ProcessGroup,
-        micro_batches: int,
     ) -> None:
         """`parameters` are the network's and may be of low precision; gradients of `masters` are
         what is summed. The hooks that fill those were registered before."""
-        self.micro_batches = micro_batches
+        self.micro_batches = 1  # of the batch under way; whoever runs it says how many
         by_layer: dict[str, list[str]] = {}
         for name in masters:
             layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "rest"

@@ -42,7 +42,6 @@ class Runner:
         precision: Precision,
         device: torch.device,
         micro_batch_size: int,
-        micro_batches: int,
         seed: int,
         by_sequence: bool = False,
         sharding: Sharding | None = None,
@@ -53,7 +52,6 @@ class Runner:
         self.precision = precision
         self.device = device
         self.micro_batch_size = micro_batch_size
-        self.micro_batches = micro_batches
         self.seed = seed
         self.by_sequence = by_sequence
         self.pipeline = pipeline
@@ -65,7 +63,7 @@ class Runner:
         self.held: dict[str, Held] = held_parameters(parts[0].shape, self.masters, mesh)
         group = mesh.group("dp")
         self.replicas = (
-            Replicas(self.parameters, self.masters, group, micro_batches)
+            Replicas(self.parameters, self.masters, group)
             if group is not None and sharding is None
             else None
         )
@@ -87,7 +85,10 @@ class Runner:
         for part in self.parts:
             part.train()
         scale = loss_scale / max(batch.global_valid_tokens, 1.0)
-        seeds = self._dropout_seeds(step)
+        micro_batches = -(-len(batch.tokens) // self.micro_batch_size)
+        seeds = self._dropout_seeds(step, micro_batches)
+        if self.replicas is not None:
+            self.replicas.micro_batches = len(seeds)
         if self.pipeline is not None:
             total = self._run_pipeline(self.pipeline, batch, scale, seeds)
         else:
@@ -99,7 +100,7 @@ class Runner:
         model, total = self.parts[0], torch.zeros((), device=self.device)
         for micro, (tokens, arguments) in enumerate(self._micro_batches(batch)):
             if self.sharding is not None:
-                self.sharding.before_backward(model, is_last=micro == self.micro_batches - 1)
+                self.sharding.before_backward(model, is_last=micro == len(seeds) - 1)
             loss = model(tokens, **arguments, loss_scale=scale, dropout_seed=seeds[micro])
             loss.backward()
             total = total + loss.detach()
@@ -109,7 +110,7 @@ class Runner:
         self, pipeline: Pipeline, batch: Batch, scale: float, seeds: list[int]
     ) -> Tensor:
         tokens, arguments = self._arguments(batch)
-        arguments["loss_scale"] = torch.full((self.micro_batches,), scale, device=self.device)
+        arguments["loss_scale"] = torch.full((len(seeds),), scale, device=self.device)
         arguments["dropout_seed"] = torch.tensor(seeds)
         return pipeline.step(tokens, arguments)
 
@@ -123,16 +124,16 @@ class Runner:
         sum_across_model(self.masters, self.mesh, self.by_sequence)
         sum_tied(self.masters, self.mesh)
 
-    def _dropout_seeds(self, step: int) -> list[int]:
+    def _dropout_seeds(self, step: int, micro_batches: int) -> list[int]:
         """One for each micro-batch, numbered over the global batch: every layout drops alike.
 
         With sequence parallelism ranks hold different positions, which must not drop alike.
         """
-        first = self.mesh.data_rank * self.micro_batches
+        first = self.mesh.data_rank * micro_batches
         own: list[int | str] = [self.mesh.place["mp"]] if self.by_sequence else []
         return [
             mix_seed(self.seed, "dropout", step, first + micro, *own)
-            for micro in range(self.micro_batches)
+            for micro in range(micro_batches)
         ]
 
     @torch.no_grad()

@@ -45,8 +45,11 @@ def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None
     best = made.best
     if best is None:
         raise UserError(_nothing_fits(made, wishes, world))
-    chosen = load_config(path, [*overrides, *best.overrides(), "Distributed.auto=False"], world)
-    expected = Expectation(best.seconds, best.bytes_, best.band)
+    layout = [*best.overrides(), "Distributed.auto=False"]
+    if not wishes.keeps_pp_layers:
+        layout.append("Distributed.pp_layers=null")
+    chosen = load_config(path, [*overrides, *layout], world)
+    expected = Expectation(best.seconds, best.bytes_, best.band, batch)
     chosen.notices[:0] = _lines(made, best, wishes, origin)
     return Choice(chosen, expected)
 
@@ -66,8 +69,9 @@ def describe_cluster(world: int, asked: str | None, device: str) -> tuple[Cluste
         if measured.device.is_cpu is not on_gpu:
             return _with_ranks(measured, world), f"{CLUSTER_FILE}, as measured"
     if on_gpu:
-        found = _gpu()
-        return Cluster(nodes=1, devices_per_node=world, device=found), f"figures of {found.name}"
+        found, per_node = _gpus()
+        machine = Cluster(nodes=1, devices_per_node=per_node, device=found)
+        return machine.with_world(world), f"figures of {found.name}"
     cpu = _typical_cpu(world)
     told = f"typical figures; `fourfold doctor --nproc {world}` measures this machine"
     return Cluster(nodes=1, devices_per_node=world, device=cpu), told
@@ -104,8 +108,9 @@ def _typical_cpu(world: int) -> Device:
     return crowded(device, world)
 
 
-def _gpu() -> Device:
-    """The preset of the first GPU, by the driver's own list: asking CUDA would start it here."""
+def _gpus() -> tuple[Device, int]:
+    """The preset of the first GPU and how many there are, by the driver's own list: asking CUDA
+    would start it here."""
     models = [
         line.partition(":")[2].strip()
         for file in sorted(GPU_MODELS.glob("*/information"))
@@ -121,22 +126,29 @@ def _gpu() -> Device:
             f"--auto: the GPU {told!r} is not among {', '.join(PRESETS)}; measure it with "
             "`fourfold doctor`, or describe it with --cluster"
         )
-    return PRESETS[fitting[0]]
+    return PRESETS[fitting[0]], len(models)
 
 
 def _nothing_fits(made: Plan, wishes: Wishes, world: int) -> str:
     if made.costs is not None:
         return "\n".join(impossible(made))
-    kept = ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
+    network, kept = made.subject.network, _kept(wishes)
     return (
-        f"no layout of {world} processes keeps {kept or 'the model'} with a global batch of "
-        f"{made.subject.global_batch}; free a degree, or start another number of processes"
+        f"no layout of {world} process(es) {f'with {kept} ' if kept else ''}is legal: dp * pp * "
+        f"sharding * mp must be {world}, with mp a divisor of {network.heads} heads and of "
+        f"{network.ffn} ffn columns, pp at most {network.layers} layers, and dp * sharding * "
+        f"micro-batch a divisor of the global batch of {made.subject.global_batch}; "
+        f"{'free a degree' if kept else 'change the batch'}, or start another number of processes"
     )
+
+
+def _kept(wishes: Wishes) -> str:
+    return ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
 
 
 def _lines(made: Plan, best: Candidate, wishes: Wishes, origin: str) -> Iterator[str]:
     looked = 0 if made.costs is None else len(made.costs)
-    kept = ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
+    kept = _kept(wishes)
     yield (
         f"auto: {looked:,} legal layouts of {made.cluster.world} process(es)"
         + (f" with {kept} as given" if kept else "")
@@ -164,6 +176,6 @@ def _reason(other: Candidate, best: Candidate) -> str:
     theirs, ours = other.time.values_at(), best.time.values_at()
     grown = max(theirs, key=lambda name: theirs[name] - ours.get(name, 0.0))
     return (
-        f"{other.seconds:.3g} s, {other.seconds / best.seconds - 1:.0%} more, most of it {grown} "
+        f"{other.seconds:.3g} s, {other.seconds / best.seconds - 1:.1%} more, most of it {grown} "
         f"({theirs[grown]:.3g} s instead of {ours.get(grown, 0.0):.3g})"
     )

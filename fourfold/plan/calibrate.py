@@ -48,6 +48,9 @@ class RunRecord:
 
 def calibrate(config: Config, cluster: Cluster, run: Path) -> Calibration:
     record = read_run(run)
+    # As the ranks of this run found it; what other numbers of them find was not calibrated.
+    ranks = int(own_spread(config).world)
+    cluster = cluster.with_world(ranks).model_copy(update={"shared_by": {}})
     subject = subject_of(config, on_cpu=cluster.device.is_cpu)
     before = _predict(subject, cluster)
     moved = _fit(subject, cluster, record.seconds)

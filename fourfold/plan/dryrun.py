@@ -98,7 +98,8 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         end.add("control", "all-reduce", AGREED_NUMBERS * 8)
     timeline = None
     if runner.pipeline is not None:
-        timeline = timeline_of(runner.pipeline.schedule, mesh.place["pp"])
+        schedule = runner.pipeline.schedule_of(micro_batches)
+        timeline = timeline_of(schedule, mesh.place["pp"])
     parameters = sum(parameter.numel() for parameter in runner.parameters.values())
     share = own_share(config, runner)
     return DryRun(mesh.layout, share, parameters, holding, micro_batches, each, end, timeline)

@@ -205,8 +205,8 @@ def _own(subject: Subject, cluster: Cluster) -> tuple[Spread | None, str | None]
             f"ranks do not divide the {cluster.world} of {cluster}"
         )
     dp = cluster.world // others
-    local, rest = divmod(subject.global_batch, dp * spread.sharding)
-    if rest or local % spread.micro_batch:
+    local = subject.global_batch // (dp * spread.sharding)
+    if any(batch % (dp * spread.sharding * spread.micro_batch) for batch in subject.batches):
         return None, (
             f"the file's batch of {subject.global_batch} in micro-batches of {spread.micro_batch} "
             f"does not divide over {dp * spread.sharding} data ranks"

@@ -69,13 +69,13 @@ def legal_spreads(subject: Subject, world: int, fixed: Fixed | None = None) -> S
 
 
 def _degrees(subject: Subject, world: int, fixed: Fixed) -> Iterator[tuple[int, int, int, int]]:
-    network, batch = subject.network, subject.global_batch
+    network = subject.network
     for mp in _allowed(_divisors(world), fixed, "mp"):
         if not divides_model(mp, network.heads, network.ffn):
             continue
         for pp in _allowed(_divisors(world // mp), fixed, "pp"):
             data = world // (mp * pp)
-            if pp > network.layers or batch % data:
+            if pp > network.layers or any(batch % data for batch in subject.batches):
                 continue
             for sharding in _allowed(_divisors(data), fixed, "sharding"):
                 if fixed.get("dp", data // sharding) == data // sharding:
@@ -87,16 +87,19 @@ def _pipelines(
 ) -> Iterator[tuple[int, int, str, int]]:
     """(micro_batch, micro_batches, schedule, stages per rank)."""
     _, pp, dp, sharding = degrees
-    local = subject.global_batch // (dp * sharding)
-    for micro_batch in _allowed(_divisors(local), fixed, "micro_batch"):
+    shares = [batch // (dp * sharding) for batch in subject.batches]
+    for micro_batch in _allowed(_divisors(math.gcd(*shares)), fixed, "micro_batch"):
         if micro_batch > LARGEST_MICRO_BATCH and "micro_batch" not in fixed:
             continue
-        micro_batches = local // micro_batch
-        for schedule, virtual in _schedules(subject.network.layers, pp, micro_batches, fixed):
-            yield micro_batch, micro_batches, schedule, virtual
+        counts = [local // micro_batch for local in shares]
+        for schedule, virtual in _schedules(subject.network.layers, pp, counts, fixed):
+            yield micro_batch, counts[-1], schedule, virtual
 
 
-def _schedules(layers: int, pp: int, micro_batches: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
+def _schedules(
+    layers: int, pp: int, micro_batches: list[int], fixed: Fixed
+) -> Iterator[tuple[str, int]]:
+    """Schedules and stages per rank that run each of these numbers of micro-batches."""
     asked = fixed.get("schedule")
     if pp == 1:
         if asked in (None, "1F1B") and fixed.get("virtual", 1) == 1:
@@ -114,7 +117,7 @@ def _schedules(layers: int, pp: int, micro_batches: int, fixed: Fixed) -> Iterat
             dominated |= virtual > 1 and layers % (pp * virtual) > 0 and "virtual" not in fixed
             if dominated or not stages_fit(layers, pp, virtual):
                 continue
-            if schedule_fits(name, pp, virtual, micro_batches):
+            if all(schedule_fits(name, pp, virtual, count) for count in micro_batches):
                 found.add(virtual)
                 yield name, virtual
 

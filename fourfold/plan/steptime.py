@@ -212,7 +212,6 @@ class DataTraffic:
 
     per_micro_batch: Numbers
     per_step: Numbers
-    waited_for: Numbers  # of the step's: nothing runs beside it
 
 
 def _data_traffic(
@@ -239,8 +238,8 @@ def _data_traffic(
     gather = gather_seconds(weights, shards, machine, units) + copied * weights
     stage = np.asarray(spread.stage)
     each = np.where(stage == 3, 2 * gather + scatter, np.where(stage == 2, scatter, 0.0))
-    sharded = np.where(stage == 3, 0.0, gather) + np.where(stage == 1, scatter, 0.0)
-    return DataTraffic(each, replicas + sharded, np.where(machine.serial, sharded, 0.0))
+    once = replicas + np.where(stage == 3, 0.0, gather) + np.where(stage == 1, scatter, 0.0)
+    return DataTraffic(each, once)
 
 
 def _data_parallel(
@@ -255,10 +254,9 @@ def _data_parallel(
     traffic = _data_traffic(network, spread, software, machine)
     m = spread.micro_batches
     window = np.asarray(software.overlap) * busy
-    hidden_each = np.where(machine.serial, 0.0, np.minimum(traffic.per_micro_batch, window))
+    hidden_each = np.minimum(traffic.per_micro_batch, window)
     left = np.maximum(window - hidden_each, 0.0)
-    hideable = traffic.per_step - traffic.waited_for
-    hidden = m * hidden_each + np.minimum(hideable, BACKWARD_SHARE * left)
+    hidden = m * hidden_each + np.minimum(traffic.per_step, BACKWARD_SHARE * left)
     total = m * traffic.per_micro_batch + traffic.per_step
     return Term(
         total - hidden + hidden * c.exposed,

@@ -33,6 +33,7 @@ class Subject:
     precision: Precision
     shape: ModelShape
     global_batch: int
+    batches: tuple[int, ...]  # of every size that a growing batch has; the last is the whole
 
     @property
     def parameters(self) -> int:
@@ -69,6 +70,7 @@ def subject_of(config: Config, *, on_cpu: bool = False) -> Subject:
         precision=precision,
         shape=ModelShape.of(model),
         global_batch=config.Data.batch_size.global_batch_size,
+        batches=tuple(config.pace.batches),
     )
 
 

@@ -84,7 +84,7 @@ def test_seven_files_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("name", "world_size", "global_batch", "accumulate"),
     [
-        ("quickstart.yaml", 1, 16, 1),
+        ("quickstart.yaml", 1, 16, 2),
         ("single/configs_345m_single_card.yaml", 1, 8, 1),
         ("single/configs_1.3B_single_card.yaml", 1, 8, 1),
         ("hybrid_parallel/configs_1.3B_dp8.yaml", 8, 64, 1),

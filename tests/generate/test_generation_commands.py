@@ -20,6 +20,8 @@ from fourfold.errors import CheckpointError, DataError, UserError
 from fourfold.generate.module import GenerationModule
 from fourfold.tokenizer import train
 
+NO_TOKENIZER = ["-o", "Global.tokenizer=null"]
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
@@ -116,7 +118,7 @@ def test_other_strategies_and_weights_run(run: TextRun, overrides: list[str]) ->
         (["-o", "Generation.max_dec_len=-3"], "Generation.max_dec_len=-3"),
         (["-o", "Generation.top_p=1.5"], "Generation.top_p=1.5"),
         (["-o", "Global.tokenizer=nowhere.json"], "nowhere.json"),
-        (["-o", "Global.tokenizer=null"], "Global.tokenizer is not set"),
+        (["-o", "Data.dataset.input_dir=x", *NO_TOKENIZER], "Global.tokenizer is not set"),
         (["-o", "Engine.save_load.ckpt_dir=./nothing"], "nothing"),
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (

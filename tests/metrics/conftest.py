@@ -22,6 +22,8 @@ def make_step() -> Callable[..., Step]:
             "grad_norm": 1.5,
             "loss_scale": None,
             "skipped": 0,
+            "global_batch_size": 1,
+            "samples": step,
             "tokens": step * 1024,
             "reader_seconds": 0.01,
             "batch_seconds": 0.5,

@@ -7,13 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import yaml
 from one_process import runner_of
+from tiny_run import TINY
+from torch._dynamo.utils import counters
 
+from fourfold.config import load_config
 from fourfold.data import Batch
 from fourfold.errors import UserError
-from fourfold.mesh import Layout
+from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.parallel import Precision, Runner
+from fourfold.parallel import Precision, Runner, parallelize
 from fourfold.parallel.precision import unmet_list_entries
 from fourfold.parallel.recompute import apply_recompute
 
@@ -40,11 +44,11 @@ def make_runner(
 ) -> Runner:
     model = GPT(shape)
     initialize(model, seed=1)
-    if recompute:
-        apply_recompute(model, recompute)
     if compiled:
         for layer in model.layers.values():
-            layer.compile()
+            layer.forward = torch.compile(layer.forward)
+    if recompute:
+        apply_recompute(model, recompute)
     return runner_of(model, Precision(dtype, level), micro, samples=8)
 
 
@@ -106,6 +110,31 @@ def test_static_graph_computes_the_same() -> None:
     assert other_loss == pytest.approx(loss, abs=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def run_static(tmp_path, granularity: str | None) -> tuple[float, torch.Tensor]:
+    """The loss and the embedding's gradient of a run that `parallelize` compiles."""
+    torch._dynamo.reset()
+    counters.clear()
+    path = tmp_path / "static.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"Engine": {"graph_mode": "static"}}))
+    model = [f"Model.use_recompute={granularity is not None}", "Data.batch_size.micro_batch_size=8"]
+    model += [f"Model.recompute_granularity={granularity}"] if granularity else []
+    runner = parallelize(load_config(path, model), Mesh(Layout()), torch.device("cpu"))
+    loss = runner.run(ragged_batch(), step=3).item()
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    gradient = runner.masters["embeddings.word.weight"].grad
+    assert gradient is not None
+    return loss, gradient
+
+
+@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+def test_static_graph_is_compiled_whatever_is_recomputed(tmp_path, granularity: str) -> None:
+    """And what is computed again drops what was dropped."""
+    loss, gradient = run_static(tmp_path, None)
+    other_loss, other = run_static(tmp_path, granularity)
+    assert other_loss == loss
+    assert torch.equal(other, gradient)
 
 
 LOW = [("bfloat16", "O1"), ("bfloat16", "O2"), ("float16", "O1"), ("float16", "O2")]

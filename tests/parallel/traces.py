@@ -14,6 +14,7 @@ from ranks import on_ranks
 from tiny_run import TINY
 
 from fourfold.config import Config, load_config
+from fourfold.config.pace import Pace
 from fourfold.engine import Engine, saving
 from fourfold.engine.stop import StopRequest
 from fourfold.metrics import Meter, Sinks
@@ -129,7 +130,7 @@ def _run(config: Config, world: int) -> Trace:
         update(rate, norm, scale)
 
     engine.optimizer.update = observed  # type: ignore[method-assign]
-    meter, sinks = Meter(tokens_per_step=1), Sinks()
+    meter, sinks = Meter(pace=Pace(1), seq_len=1), Sinks()
     with StopRequest(engine.output_dir) as stop:
         for step in range(start, STEPS):
             batch = engine.feeds.loaders["train"].batch(step)

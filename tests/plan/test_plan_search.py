@@ -180,3 +180,23 @@ def test_seed_document_cluster_is_a_benchmark_not_a_plan() -> None:
     made = plan(load_config(BIG), parse_cluster("8x8xA100-80G"), fixed={"mp": 8, "pp": 8})
     assert made.best is not None
     assert replace(made.best.spread).world == 64
+
+
+def test_a_growing_batch_is_only_offered_layouts_that_cut_all_its_sizes(tmp_path):
+    """What is offered must be accepted by the configuration's own checks."""
+    path = tmp_path / "growing.yaml"
+    path.write_text(
+        "Model: {hidden_size: 64, num_layers: 4, num_attention_heads: 4, vocab_size: 512}\n"
+        "Data: {batch_size: {global_batch_size: 24, rampup: [4, 4, 100]}}\n"
+    )
+    found = legal_spreads(subject_of(load_config(path)), 4)
+    assert found is not None
+    offered = {(int(dp) * int(sh), int(micro)) for dp, sh, micro in zip(*_data_axes(found))}
+    assert offered == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    for ranks, micro in offered:
+        size = f"Data.batch_size.micro_batch_size={micro}"
+        load_config(path, [size, f"Distributed.mp_degree={4 // ranks}"], 4)
+
+
+def _data_axes(spread):
+    return spread.dp, spread.sharding, spread.micro_batch

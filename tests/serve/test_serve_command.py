@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 from fourfold.cli import app, serving
 from fourfold.errors import UserError
 
+# Data that could tell of the tokenizer is not there.
+NO_TEXT = ["-o", "Data.dataset.input_dir=./nowhere"]
 BEAMS = ["-o", "Generation.num_beams=2", "-o", "Generation.top_k=0"]
 
 
@@ -40,7 +42,7 @@ def taken_port() -> Iterator[int]:
         (["--host", "::"], "can be reached from other machines"),
         (["--host", "no.such.name.invalid"], "no.such.name.invalid"),
         (["--token-file", "missing"], "--token-file missing: No such file"),
-        (["-o", "Global.tokenizer=null"], "Global.tokenizer is not set"),
+        ([*NO_TEXT, "-o", "Global.tokenizer=null"], "Global.tokenizer is not set"),
         (["-o", "Engine.save_load.ckpt_dir=./nowhere"], "nowhere"),
         (["-o", "Model.num_layers=3"], "of another model"),
         (["-o", "Generation.decode_strategy=beam_search", *BEAMS], "cannot be served"),

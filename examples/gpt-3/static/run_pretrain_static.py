@@ -1,0 +1,14 @@
+"""Pre-training with a compiled model, by the flags of PaddleNLP's static gpt-3 script.
+
+    python -u -m fourfold.launch --gpus "0,1,2,3,4,5,6,7" --log_dir log run_pretrain_static.py \\
+        --model_type gpt --model_name_or_path gpt2-en --input_dir ./data --output_dir output ...
+
+--help lists the flags; run.sh has a whole command.
+"""
+
+import sys
+
+from fourfold.flags.paddlenlp import main
+
+if __name__ == "__main__":
+    main("static", "run_pretrain_static.py", sys.argv[1:])

@@ -1,0 +1,121 @@
+"""How many samples the steps of a run take: a fixed batch, or one that grows at the start.
+
+The growth is Megatron's `--rampup-batch-size START INCREMENT SAMPLES`: the batch begins at START
+and gains INCREMENT each time another equal share of SAMPLES has been read, until it is whole. All
+of it is a function of the step, so a run that is resumed, or read on another layout, takes the
+same samples at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Stretch(NamedTuple):
+    """Steps in a row with the same batch."""
+
+    first_step: int  # counted from 0
+    first_sample: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Ramp:
+    start: int
+    increment: int
+    samples: int  # read until the batch is whole
+
+    def batch_after(self, consumed: int, whole: int) -> int:
+        """The batch of the step before which `consumed` samples were read."""
+        if consumed > self.samples:
+            return whole
+        # Divided as Megatron does, in floating point: the steps must fall on the same samples.
+        growths = (whole - self.start) // self.increment
+        if growths == 0:
+            return whole
+        return self.start + int(consumed / (self.samples / growths)) * self.increment
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The batch of every step. Steps count from 0, as the loader's batches do."""
+
+    batch: int
+    ramp: Ramp | None = None
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        return list(self._stretches())
+
+    def _stretches(self) -> Iterator[Stretch]:
+        step = consumed = 0
+        while self.ramp is not None and consumed <= self.ramp.samples:
+            size = self.ramp.batch_after(consumed, self.batch)
+            steps = self._steps_alike(self.ramp, consumed, size)
+            yield Stretch(step, consumed, size)
+            step, consumed = step + steps, consumed + steps * size
+        yield Stretch(step, consumed, self.batch)
+
+    def _steps_alike(self, ramp: Ramp, consumed: int, size: int) -> int:
+        """How many steps from here have this batch, before it grows or the ramp ends.
+
+        Found by halving: a ramp may be millions of steps long.
+        """
+
+        def grown(steps: int) -> bool:
+            read = consumed + steps * size
+            return read > ramp.samples or ramp.batch_after(read, self.batch) != size
+
+        last, first = 0, (ramp.samples - consumed) // size + 1
+        while first - last > 1:
+            middle = (first + last) // 2
+            last, first = (last, middle) if grown(middle) else (middle, first)
+        return first
+
+    @property
+    def batches(self) -> list[int]:
+        """The sizes that occur, in order."""
+        return list(dict.fromkeys(stretch.batch for stretch in self.stretches))
+
+    def batch_of(self, step: int) -> int:
+        return self._stretch(step).batch
+
+    def consumed(self, steps: int) -> int:
+        """Samples read by the first `steps` steps."""
+        stretch = self._stretch(steps)
+        return stretch.first_sample + (steps - stretch.first_step) * stretch.batch
+
+    def samples_of(self, step: int) -> range:
+        return range(self.consumed(step), self.consumed(step + 1))
+
+    def steps_within(self, samples: int) -> int:
+        """How many steps read at most `samples`."""
+        index = bisect_right(self.stretches, samples, key=lambda stretch: stretch.first_sample) - 1
+        stretch = self.stretches[index]
+        steps = stretch.first_step + (samples - stretch.first_sample) // stretch.batch
+        following = self.stretches[index + 1 : index + 2]
+        return min([steps, *(other.first_step for other in following)])
+
+    def _stretch(self, step: int) -> Stretch:
+        index = bisect_right(self.stretches, step, key=lambda stretch: stretch.first_step) - 1
+        return self.stretches[max(index, 0)]
+
+
+def growth_problem(ramp: Ramp, whole: int) -> str | None:
+    """Why a batch cannot grow so, if it cannot."""
+    if ramp.start > whole:
+        return f"begins with {ramp.start} samples, more than global_batch_size={whole}"
+    if (whole - ramp.start) % ramp.increment:
+        below = whole - math.ceil((whole - ramp.start) / ramp.increment) * ramp.increment
+        fitting = below if below > 0 else below + ramp.increment
+        return (
+            f"does not reach global_batch_size={whole} from {ramp.start} in steps of "
+            f"{ramp.increment}; begin with {fitting}, or choose an increment that divides "
+            f"{whole - ramp.start}"
+        )
+    return None

@@ -1,0 +1,1 @@
+"""The command lines of other programs: their flags, read and turned into what Fourfold does."""

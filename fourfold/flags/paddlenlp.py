@@ -1,0 +1,200 @@
+"""PaddleNLP's gpt-3 command lines: `run_pretrain_static.py` and the dygraph `run_pretrain.py`.
+
+    main("static", "run_pretrain_static.py", sys.argv[1:])
+
+The flags become `output_dir/config.yaml`, which names the flag behind each value, and the run is
+`fourfold train -c` of that file. The static script compiles the model. No flag is dropped in
+silence: what has no meaning here is said at the start, and all that does not fit is told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fourfold import cli
+from fourfold.errors import ConfigError, UserError, report
+from fourfold.flags.paddlenlp_options import Flags, read_flags
+from fourfold.flags.paddlenlp_rules import GraphMode, Layout, problems_of, without_effect
+from fourfold.flags.presets import END_OF_TEXT
+from fourfold.flags.starting import SIZES, Start, find_start, take_weights, weights_place
+from fourfold.flags.translation import Translation
+from fourfold.launch.join import join_launcher
+
+# Flags that are keys under another name.
+KEYS = {
+    "device": "Global.device",
+    "seed": "Global.seed",
+    "max_steps": "Engine.max_steps",
+    "num_train_epochs": "Engine.num_train_epochs",
+    "logging_freq": "Engine.logging_freq",
+    "eval_freq": "Engine.eval_freq",
+    "eval_iters": "Engine.eval_iters",
+    "save_steps": "Engine.save_load.save_steps",
+    "output_dir": "Engine.save_load.output_dir",
+    "scale_loss": "Engine.mix_precision.scale_loss",
+    "input_dir": "Data.dataset.input_dir",
+    "split": "Data.dataset.split",
+    "max_seq_len": "Data.dataset.max_seq_len",
+    "micro_batch_size": "Data.batch_size.micro_batch_size",
+    "hidden_dropout_prob": "Model.hidden_dropout_prob",
+    "attention_probs_dropout_prob": "Model.attention_probs_dropout_prob",
+    "dp_degree": "Distributed.dp_degree",
+    "mp_degree": "Distributed.mp_degree",
+    "pp_degree": "Distributed.pp_degree",
+    "weight_decay": "Optimizer.weight_decay",
+    "grad_clip": "Optimizer.grad_clip",
+    "adam_beta1": "Optimizer.adam_beta1",
+    "adam_beta2": "Optimizer.adam_beta2",
+    "adam_epsilon": "Optimizer.adam_epsilon",
+    "max_lr": "Optimizer.lr.max_lr",
+    "min_lr": "Optimizer.lr.min_lr",
+    "warmup_rate": "Optimizer.lr.warmup_rate",
+    "decay_steps": "Optimizer.lr.decay_steps",
+    "max_dec_len": "Generation.max_dec_len",
+    "temperature": "Generation.temperature",
+}
+
+
+def main(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> None:
+    """Train as the flags say; ends the process as `fourfold train` would."""
+    try:
+        file = prepare(graph_mode, program, arguments)
+    except (UserError, KeyboardInterrupt) as error:
+        sys.exit(report(error))
+    cli.main(["train", "-c", str(file)])
+
+
+def prepare(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> Path:
+    """The configuration file, checked and written, and the weights it begins with."""
+    launcher = join_launcher(os.environ)
+    processes = launcher.world_size if launcher else 1
+    flags = read_flags(program, arguments)
+    problems, start = [], None
+    try:
+        start = find_start(flags["model_name_or_path"], _sizes(flags))
+    except UserError as error:
+        problems.append(str(error))
+    translation = translate(flags, graph_mode, start)
+    layout = Layout.of(flags, graph_mode)
+    found = problems_of(flags, layout, translation, processes, program)
+    # Of a model that was not found nothing is known, so nothing about it is wrong.
+    problems += [text for text in found if start is not None or "Model." not in text]
+    if problems or start is None:
+        raise ConfigError(problems)
+    if os.environ.get("RANK", "0") == "0":
+        if useless := without_effect(flags, layout):
+            print(f"fourfold: without effect: {'; '.join(useless)}", flush=True)
+        take_weights(start, Path(flags["output_dir"]))
+    return translation.write(flags["output_dir"])
+
+
+def translate(flags: Flags, graph_mode: GraphMode, start: Start | None) -> Translation:
+    """The flags as keys; without a model where that could not be found."""
+    translation = Translation(f"PaddleNLP's gpt-3 ({graph_mode} graph)")
+    for name, key in KEYS.items():
+        translation.set(key, flags[name], flags.said(name))
+    if start is not None:
+        _translate_model(translation, flags, start)
+    _translate_layout(translation, flags, Layout.of(flags, graph_mode))
+    _translate_data(translation, flags)
+    _translate_precision(translation, flags)
+    _translate_engine(translation, flags, graph_mode)
+    _translate_generation(translation, flags)
+    _translate_profiler(translation, flags)
+    return translation
+
+
+def _sizes(flags: Flags) -> dict[str, int]:
+    return {name: flags[name] for name in SIZES if name in flags.given}
+
+
+def _translate_model(translation: Translation, flags: Flags, start: Start) -> None:
+    named = "model_name_or_path"
+    origin = flags.said(named) if start.weights else flags.shown(named)
+    for name, value in start.model.items():
+        flag = flags.said(name) if name in flags.given else origin
+        translation.set(f"Model.{name}", value, flag)
+    if start.weights is not None:
+        place = weights_place(Path(flags["output_dir"]))
+        translation.set(
+            "Engine.save_load.ckpt_dir", str(place), "the weights of --model_name_or_path"
+        )
+
+
+def _translate_layout(translation: Translation, flags: Flags, layout: Layout) -> None:
+    place = "Distributed.sharding"
+    degree = flags.said("sharding_degree") if layout.shards else "--use_sharding is not on"
+    translation.set(f"{place}.sharding_degree", layout.sharding, degree)
+    translation.set(
+        f"{place}.sharding_stage", flags["sharding_stage"], flags.said("sharding_stage")
+    )
+    offload = bool(flags["sharding_offload"])
+    translation.set(f"{place}.sharding_offload", offload, flags.said("sharding_offload"))
+    sizes = [name for name in ("global_batch_size", "local_batch_size") if name in flags.given]
+    for name in sizes:
+        translation.set(f"Data.batch_size.{name}", flags[name], flags.said(name))
+    if not sizes:
+        translation.set(
+            "Data.batch_size.local_batch_size",
+            flags["micro_batch_size"],
+            "--micro_batch_size: no --global_batch_size is given",
+        )
+
+
+def _translate_data(translation: Translation, flags: Flags) -> None:
+    translation.set("Data.dataset.order", "fleetx", "documents in file order, as in PaddleNLP")
+    if flags["model_type"] == "gpt-cn":
+        translation.set("Data.dataset.eos_token_id", END_OF_TEXT["gpt-cn"], "--model_type gpt-cn")
+
+
+def _translate_precision(translation: Translation, flags: Flags) -> None:
+    place = "Engine.mix_precision"
+    if flags["use_pure_fp16"]:
+        translation.set(f"{place}.dtype", "float16", "--use_pure_fp16")
+        translation.set(f"{place}.level", "O2", "--use_pure_fp16")
+    elif flags["use_amp"]:
+        translation.set(f"{place}.dtype", "float16", "--use_amp")
+        translation.set(f"{place}.level", flags["amp_level"], flags.said("amp_level"))
+    else:
+        translation.set(f"{place}.dtype", "float32", "--use_amp is not on")
+
+
+def _translate_engine(translation: Translation, flags: Flags, graph_mode: GraphMode) -> None:
+    script = "the static script" if graph_mode == "static" else "the dygraph script"
+    translation.set("Engine.graph_mode", graph_mode, script)
+    recompute = bool(flags["use_recompute"])
+    translation.set("Model.use_recompute", recompute, flags.said("use_recompute"))
+    translation.set("Engine.save_load.keep_last", 0, "every checkpoint is kept, as in PaddleNLP")
+    if flags["lr_decay_style"] == "none":
+        translation.set("Optimizer.lr.decay_style", "constant", "--lr_decay_style none")
+        translation.set("Optimizer.lr.warmup_rate", 0.0, "--lr_decay_style none")
+    if flags["check_accuracy"]:
+        for key in ("Model.hidden_dropout_prob", "Model.attention_probs_dropout_prob"):
+            translation.set(key, 0.0, "--check_accuracy")
+        for key in ("Engine.eval_freq", "Engine.test_iters", "Engine.save_load.save_steps"):
+            translation.set(key, 0, "--check_accuracy")
+
+
+def _translate_generation(translation: Translation, flags: Flags) -> None:
+    strategy = flags["decoding_strategy"]
+    top_k = (flags["topk"], flags.said("topk")) if strategy == "topk_sampling" else (0, strategy)
+    top_p = (flags["topp"], flags.said("topp")) if strategy == "topp_sampling" else (1.0, strategy)
+    translation.set("Generation.top_k", *top_k)
+    translation.set("Generation.top_p", *top_p)
+
+
+def _translate_profiler(translation: Translation, flags: Flags) -> None:
+    wish = flags["profiler_options"]
+    if wish is None:
+        return
+    said = flags.said("profiler_options")
+    translation.set("Profiler.enable", True, said)
+    translation.set("Profiler.scheduler", list(wish.steps), said)
+    if wish.path is not None:
+        translation.set("Profiler.profiler_log", wish.path, said)
+    if wish.exits:
+        last = min(flags["max_steps"], wish.steps[1])
+        translation.set("Engine.max_steps", last, f"{said}: exit_on_finished")

@@ -1,0 +1,107 @@
+"""Flags of another program as a configuration file that says which flag each value came from.
+
+The file is written into the run's directory and trained from, so there is no second way into a
+run: what the flags meant can be read there, changed, and used again with `fourfold train -c`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fourfold.config import load_config
+from fourfold.errors import ConfigError, UserError
+
+FILE_NAME = "config.yaml"
+
+
+@dataclass
+class Translation:
+    """Values by their dotted key, each with the flag it was given by."""
+
+    program: str
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    def set(self, key: str, value: Any, flag: str) -> None:
+        """`flag` is what the reader of the file looks for: `--max_lr`, or why there is none."""
+        self.values[key] = (value, flag)
+
+    def problems(self, doubtful: Collection[str] = ()) -> list[str]:
+        """Why no run can be made of these values, in the words of the flags.
+
+        Keys in `doubtful` are left out: what is wrong with them has been said.
+        """
+        sound = {key: given for key, given in self.values.items() if key not in doubtful}
+        with tempfile.TemporaryDirectory() as place:
+            file = Translation(self.program, sound).write(place)
+            try:
+                load_config(file)
+            except ConfigError as error:
+                line = re.compile(re.escape(str(file)) + r"(:[0-9]+)?: ")
+                return [self._in_flags(line.sub("", text, count=1)) for text in error.problems]
+        return []
+
+    def _in_flags(self, text: str) -> str:
+        """`--max_seq_len 0` for `Data.dataset.max_seq_len=0`, and the origin of other values."""
+        keys_of = Counter(flag for _, flag in self.values.values())
+
+        def said(found: re.Match[str]) -> str:
+            flag = self.values[found["key"]][1]
+            if keys_of[flag] > 1 or not re.fullmatch(r"--[\w-]+( by default)?", flag):
+                return f"{found[0]} ({flag})"
+            return f"{flag.split()[0]} {found['value'] or ''}".strip()
+
+        keys = "|".join(re.escape(key) for key in sorted(self.values, key=len, reverse=True))
+        return re.sub(rf"\b(?P<key>{keys})\b(=(?P<value>[^\s;,:]+))?", said, text)
+
+    def to_yaml(self) -> str:
+        tree: dict[str, Any] = {}
+        for key, given in self.values.items():
+            *sections, name = key.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = given
+        lines = [f"# What the flags of {self.program} say.", *_lines(tree, 0)]
+        return "\n".join(lines) + "\n"
+
+    def write(self, directory: str | os.PathLike[str]) -> Path:
+        """The file, whole at any moment: every rank of a run writes the same one."""
+        place = Path(directory)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            draft = place / f".{FILE_NAME}.{socket.gethostname()}.{os.getpid()}"
+            draft.write_text(self.to_yaml(), encoding="utf-8")
+            os.replace(draft, place / FILE_NAME)
+        except OSError as error:
+            raise UserError(
+                f"{place}: the configuration cannot be written there ({error.strerror}); choose an "
+                "output directory you can write to"
+            ) from error
+        return place / FILE_NAME
+
+
+def _lines(tree: dict[str, Any], depth: int) -> list[str]:
+    indent, lines = "  " * depth, []
+    for name, given in tree.items():
+        if isinstance(given, dict):
+            lines += [f"{indent}{name}:", *_lines(given, depth + 1)]
+        else:
+            value, flag = given
+            lines.append(f"{indent}{name}: {_scalar(value)}  # {flag}")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """One line of YAML; floats keep a form that YAML reads as one."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=2**16, allow_unicode=True)
+    return text.removesuffix("...\n").strip()

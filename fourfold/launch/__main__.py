@@ -1,0 +1,7 @@
+"""`python -m fourfold.launch`: what `python -m paddle.distributed.launch` is for Paddle."""
+
+import sys
+
+from fourfold.launch.script import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""A user's script in several processes, by the options of Paddle's launcher.
+
+    python -m fourfold.launch --log_dir log --devices "0,1,2,3" run_pretrain.py -c configs.yaml
+
+One process for each device runs the script as `python` would, with the variables set by which
+`fourfold train` finds the others. What process 2 writes is in `LOG_DIR/workerlog.2`; what process 0
+writes is also shown. Over several machines torchrun starts the processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import runpy
+import sys
+from argparse import REMAINDER, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NoReturn
+
+from fourfold.errors import UserError, report
+from fourfold.launch.join import refuse_inside_launcher
+from fourfold.launch.supervise import supervise
+from fourfold.launch.torchrun import Nodes, torchrun_command
+
+LOG_NAME = "workerlog.{rank}"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+EXAMPLES = """\
+examples:
+  python -m fourfold.launch --devices "0,1,2,3" run_pretrain.py -c ./configs.yaml
+  python -m fourfold.launch --nproc_per_node 4 run_pretrain.py -c ./configs.yaml
+  python -m fourfold.launch --nnodes 2 --master node0:29500 --rank 0 --devices "0,1,2,3,4,5,6,7" \\
+      run_pretrain.py -c ./configs.yaml      on the other machine the same with --rank 1
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asked for. `devices` are None where only processes were counted, or nothing."""
+
+    script: Path
+    arguments: list[str]
+    devices: list[str] | None
+    nproc: int | None
+    log_dir: Path
+    max_restart: int
+    nodes: Nodes | None
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the script that `words` describe; the exit code of the command."""
+    try:
+        return launch(read_job(words))
+    except (UserError, KeyboardInterrupt) as error:
+        return report(error)
+
+
+def launch(job: Job) -> int:
+    """All processes of this machine from start to end; the exit code as of `supervise`."""
+    refuse_inside_launcher(os.environ, "fourfold.launch")
+    if job.devices is not None:
+        # Before anything looks for a GPU: what is visible then stays so.
+        os.environ[VISIBLE] = ",".join(_among_the_visible(job.devices))
+    nproc = job.nproc or _num_gpus() or 1
+    if job.nodes is not None:
+        _hand_to_torchrun(job, job.nodes, nproc)
+    if nproc > 1:
+        _preload()
+    return supervise(
+        lambda: _run_script(job),
+        nproc,
+        job.log_dir,
+        max_restarts=job.max_restart,
+        # A script of anyone's gives no signs of life. One whose processes wait for each other in
+        # vain ends by the timeout of what they wait in.
+        hang_seconds=math.inf,
+        log_name=LOG_NAME,
+    )
+
+
+def _run_script(job: Job) -> None:
+    """As `python SCRIPT ARGUMENTS` would."""
+    sys.argv = [str(job.script), *job.arguments]
+    sys.path[0] = str(job.script.resolve().parent)
+    runpy.run_path(str(job.script), run_name="__main__")
+
+
+def _preload() -> None:
+    """Import what training may need, before processes are forked that would all do it."""
+    import fourfold.engine  # noqa: F401
+    from fourfold.mesh import Layout
+    from fourfold.parallel import preload
+
+    preload(Layout(dp=1, pp=2, sharding=2, mp=2))
+
+
+def _hand_to_torchrun(job: Job, nodes: Nodes, nproc: int) -> NoReturn:
+    command = torchrun_command(
+        nodes, nproc, job.max_restart, job.log_dir, job.arguments, program=[str(job.script)]
+    )
+    os.execv(command[0], command)
+
+
+def _among_the_visible(devices: list[str]) -> list[str]:
+    """The devices, which a scheduler that shows only some must have given us."""
+    shown = os.environ.get(VISIBLE)
+    hidden = set(devices) - {name.strip() for name in shown.split(",")} if shown else set()
+    if hidden:
+        raise UserError(
+            f"--devices {','.join(devices)}: {VISIBLE}={shown} hides {','.join(sorted(hidden))}; "
+            f"name devices it shows, or unset {VISIBLE}"
+        )
+    return devices
+
+
+def _num_gpus() -> int:
+    """Counted in a process of its own: one that has asked CUDA anything must not fork ranks."""
+    import torch
+
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as aside:
+        return aside.submit(torch.cuda.device_count).result()
+
+
+# -- reading the command line ------------------------------------------------------------------
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; python -m {__package__} -h explains the options")
+
+
+def read_job(words: Sequence[str]) -> Job:
+    """The job a command line describes; a `UserError` where it describes none."""
+    given = _parser().parse_args(list(words))
+    script = Path(given.script)
+    if not script.is_file():
+        raise UserError(f"{script}: no such script; options of the launcher stand before its name")
+    devices = None if given.devices is None else _device_list(given.devices)
+    nproc = _at_least(1, "--nproc_per_node", given.nproc_per_node)
+    if devices is not None and nproc not in (None, len(devices)):
+        raise UserError(
+            f"--nproc_per_node {nproc} does not fit the {len(devices)} devices of "
+            f"--devices {given.devices}; each process has one: leave one of the options out"
+        )
+    return Job(
+        script=script,
+        arguments=given.arguments,
+        devices=devices,
+        nproc=nproc if devices is None else len(devices),
+        log_dir=Path(given.log_dir),
+        max_restart=_at_least(0, "--max_restart", given.max_restart) or 0,
+        nodes=_nodes(given.nnodes, given.master, given.rank),
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = _Parser(
+        prog=f"python -m {__package__}",
+        description="Run a Python script in one process per device, with the options of\n"
+        "python -m paddle.distributed.launch.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--devices", "--gpus", "--selected_gpus", metavar="0,1,...", help="a process for each")
+    add("--nproc_per_node", metavar="N", help="so many processes; by default one per GPU, or 1")
+    add("--log_dir", metavar="DIR", default="log", help="for workerlog.0, workerlog.1, ... (log)")
+    add("--max_restart", metavar="N", help="start again so often after a failure (0)")
+    add("--nnodes", metavar="N", help="how many machines; needs --master and --rank")
+    add("--master", metavar="HOST:PORT", help="where machine 0 can be reached")
+    add("--rank", metavar="R", help="which machine this is, from 0")
+    add("script", metavar="SCRIPT", help="the Python file that each process runs")
+    rest = add("arguments", metavar="...", nargs=REMAINDER, help="its arguments, as they are")
+    rest.required = False
+    return parser
+
+
+def _device_list(text: str) -> list[str]:
+    devices = [name.strip() for name in text.split(",")]
+    if bad := [name for name in devices if not (name.isascii() and name.isdigit())]:
+        raise UserError(
+            f"--devices {text!r}: {bad[0]!r} is no device; give their numbers, as in --devices 0,1"
+        )
+    devices = [str(int(name)) for name in devices]
+    if twice := [name for name in dict.fromkeys(devices) if devices.count(name) > 1]:
+        raise UserError(f"--devices {text!r} names {twice[0]} twice; each process has its own")
+    return devices
+
+
+def _nodes(nnodes: str | None, master: str | None, rank: str | None) -> Nodes | None:
+    several = {"--nnodes": nnodes, "--master": master, "--rank": rank}
+    count = _at_least(1, "--nnodes", nnodes)
+    if all(value is None for value in several.values()) or (count == 1 and rank in (None, "0")):
+        return None
+    if missing := [name for name, value in several.items() if value is None]:
+        raise UserError(
+            f"several machines need --nnodes, --master and --rank; {' and '.join(missing)} missing"
+        )
+    place = _at_least(0, "--rank", rank)
+    assert count is not None and place is not None and master is not None
+    if place >= count:
+        raise UserError(
+            f"--rank {place} does not exist among --nnodes {count}; number the machines from 0 to "
+            f"{count - 1}"
+        )
+    return Nodes(count, place, master)
+
+
+def _at_least(least: int, name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise UserError(f"{name} {text!r} is not a whole number of at least {least}")
+    return int(text)

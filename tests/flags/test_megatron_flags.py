@@ -1,0 +1,201 @@
+"""The flags of `pretrain_gpt.py`: the run they describe, and the combinations that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from raw_text import write_vocabulary
+
+from fourfold.config import Config, load_config
+from fourfold.errors import ConfigError, UserError
+from fourfold.flags.megatron import Vocabulary, notices, read_vocabulary, translate, write_config
+from fourfold.flags.megatron_rules import read_flags
+from fourfold.model import ModelShape
+from fourfold.model.flops import count_parameters
+from fourfold.optim import build_schedule
+
+GPT2_SIZE = 50257
+MODEL = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 --tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 8 --use-flash-attn-v2"
+)
+TRAINING = (
+    "--micro-batch-size 1 --global-batch-size 1536 --lr 6.0e-5 --min-lr 6.0e-6 "
+    "--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --init-method-std 0.006 --fp16"
+)
+DATA = (
+    "--data-path 0.35 wiki_text_document 0.65 owt_text_document --data-cache-path gptcache "
+    "--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt --split 98,2,0"
+)
+OUTPUT = "--eval-interval 100 --eval-iters 40 --save-interval 1000 --save ck --tensorboard-dir tb"
+COMMON = f"{MODEL} {TRAINING} {DATA} {OUTPUT} --log-validation-ppl-to-tensorboard"
+TRAIN = (
+    f"{COMMON} --train-samples 10846761 --rampup-batch-size 16 16 433870 "
+    "--lr-decay-samples 9400526 --lr-warmup-samples 13558 --log-interval 10 --load ck"
+)
+TGS = f"{COMMON} --train-iters 10 --lr-decay-iters 8 --lr-warmup-fraction .001 --log-interval 1"
+
+
+def config_of(directory: Path, words: str, world_size: int = 64) -> Config:
+    given = read_flags(words.split())
+    file = translate(given, Vocabulary(GPT2_SIZE), world_size).write(directory)
+    return load_config(file, world_size=world_size)
+
+
+def test_learning_rates_of_the_benchmark_are_those_published(tmp_path: Path) -> None:
+    schedule = build_schedule(config_of(tmp_path, TGS))
+    # The log shows the rate after a step, which is that of the next.
+    shown = [f"{schedule.lr_at(step + 1):.3E}" for step in range(1, 11)]
+    assert " ".join(shown) == (
+        "5.797E-05 5.214E-05 4.338E-05 3.304E-05 2.270E-05 1.392E-05 8.059E-06 6.000E-06 "
+        "6.000E-06 6.000E-06"
+    )
+
+
+def test_the_training_run_is_the_one_in_the_published_log(tmp_path: Path) -> None:
+    config = config_of(tmp_path, TRAIN)
+    assert config.Engine.max_steps == 8247
+    assert config.pace.consumed(2400) == 1864624
+    assert f"{build_schedule(config).lr_at(2401):.3E}" == "5.498E-05"
+    assert config.Model.vocab_size == 51200
+    assert count_parameters(ModelShape.of(config.Model)) == 174_615_846_912
+    assert config.Model.depth_scaled_init and not config.Model.use_recompute
+    assert config.Engine.mix_precision.dtype == "float16"
+    assert config.Engine.mix_precision.scale_loss == 2.0**32
+    assert (config.Distributed.mp_degree, config.Distributed.pp_degree) == (8, 8)
+    assert config.Engine.accumulate_steps == 1536
+    dataset = config.Data.dataset
+    assert dataset.input_dir == ["0.35", "wiki_text_document", "0.65", "owt_text_document"]
+    assert (dataset.order, dataset.blend_rounding) == ("megatron", "megatron_deepspeed")
+    assert not dataset.eod_mask_loss and dataset.cache_dir == "gptcache"
+    assert config.Engine.log_style == "megatron" and config.Engine.tensorboard_dir == "tb"
+    assert config.Engine.save_load.auto_resume and config.Engine.save_load.ckpt_dir is None
+
+
+def test_the_file_names_the_flag_behind_each_value(tmp_path: Path) -> None:
+    config_of(tmp_path, TRAIN)
+    lines = (tmp_path / "config.yaml").read_text().splitlines()
+    assert "  num_layers: 96  # --num-layers" in lines
+    assert "  adam_epsilon: 1.0e-08  # --adam-eps by default" in lines
+    assert all("  # " in line for line in lines[1:] if not line.endswith(":"))
+    vocabulary = next(line for line in lines if "vocab_size" in line)
+    assert "50257 padded to a multiple of" in vocabulary
+
+
+def test_flags_left_out_have_the_defaults_of_megatron(tmp_path: Path) -> None:
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+        "--max-position-embeddings 16 --micro-batch-size 4 --lr 1e-3 --train-iters 50 "
+        "--data-path d --tokenizer-type NullTokenizer --vocab-size 1000"
+    )
+    given = read_flags(words.split())
+    file = translate(given, read_vocabulary(given, tmp_path), world_size=2).write(tmp_path)
+    config = load_config(file, world_size=2)
+    assert config.Model.vocab_size == 1024 and config.Data.dataset.eos_token_id == 1000
+    assert config.Data.batch_size.global_batch_size == 8
+    assert config.Optimizer.lr.decay_samples == 400 and config.Optimizer.lr.warmup_samples == 0
+    assert config.Optimizer.lr.decay_style == "linear" and config.Optimizer.lr.min_lr == 0
+    assert (config.Optimizer.weight_decay, config.Optimizer.grad_clip) == (0.01, 1.0)
+    assert config.Engine.mix_precision.dtype == "float32" and config.Global.seed == 1234
+    assert config.Engine.eval_iters == config.Engine.test_iters == 100
+    assert not config.Engine.tensorboard and not config.Engine.save_load.auto_resume
+    assert any("--save is not given" in line for line in notices(given))
+
+
+@pytest.mark.parametrize(
+    ("more", "changed"),
+    [
+        (
+            "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
+            "--use-distributed-optimizer",
+            {"Distributed.sharding.sharding_degree": 4, "Distributed.sharding.sharding_stage": 1},
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 4",
+            {"Distributed.pp_schedule": "Interleaved1F1B", "Distributed.virtual_pp_degree": 3},
+        ),
+        ("--recompute-activations", {"Model.recompute_granularity": "core_attn"}),
+        (
+            "--recompute-granularity full --recompute-method uniform",
+            {"Model.use_recompute": True, "Model.recompute_granularity": "full"},
+        ),
+        ("--load other", {"Engine.save_load.ckpt_dir": "other"}),
+        ("--initial-loss-scale 4096", {"Engine.mix_precision.scale_loss": 4096.0}),
+        ("--make-vocab-size-divisible-by 1", {"Model.vocab_size": 50264}),
+        ("--eval-iters 0", {"Engine.eval_freq": 0, "Engine.test_iters": 0}),
+        ("--sequence-parallel --eod-mask-loss", {"Model.sequence_parallel": True}),
+        ("--distributed-timeout-minutes 10", {"Distributed.timeout_seconds": 600.0}),
+        ("--lr-warmup-samples 0", {"Optimizer.lr.warmup_samples": 0.0}),
+    ],
+)
+def test_further_flags(tmp_path: Path, more: str, changed: dict[str, object]) -> None:
+    given = read_flags(f"{TRAIN} {more}".split())
+    file = translate(given, Vocabulary(GPT2_SIZE), 64).write(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for key, value in changed.items():
+        found = content
+        for name in key.split("."):
+            found = found[name]
+        assert found == value, key
+    load_config(file, world_size=64)
+
+
+def test_bf16_has_master_weights_as_in_megatron(tmp_path: Path) -> None:
+    precision = config_of(tmp_path, TRAIN.replace("--fp16", "--bf16")).Engine.mix_precision
+    assert (precision.dtype, precision.level) == ("bfloat16", "O2")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (f"{TGS} --rampup-batch-size 16 16 1000", "goes with --train-samples only"),
+        (f"{TGS} --train-samples 100", "--train-samples and --train-iters exclude each other"),
+        (f"{TGS} --lr-decay-samples 100", "does not go with --train-iters; give --lr-decay-iters"),
+        (f"{TRAIN} --lr-warmup-iters 1", "does not go with --train-samples; give --lr-warmup-sam"),
+        (f"{TRAIN} --lr-warmup-fraction .1", "--lr-warmup-fraction and --lr-warmup-samples excl"),
+        (f"{TRAIN} --lr-warmup-samples 9400526", "is not less than --lr-decay-samples 9400526"),
+        (f"{TRAIN} --min-lr 1", "--min-lr 1 is above --lr 6e-05"),
+        (f"{TRAIN} --bf16", "--fp16 and --bf16 exclude each other"),
+        (f"{TRAIN} --num-layers-per-virtual-pipeline-stage 5", "does not divide --num-layers 96"),
+        (f"{TRAIN} --num-layer 96", "--num-layer: unknown flag; did you mean --num-layers?"),
+        (f"{TRAIN} --hidden-size wide", "--hidden-size: 'wide' is not a whole number"),
+        (f"{TRAIN} --hidden-size 0", "--hidden-size 0: choose 1 or more"),
+        (f"{TRAIN} --lr-decay-style square", "invalid choice: 'square'"),
+        (f"{TRAIN} --loss-scale 1024", "--loss-scale is not supported: .* --initial-loss-scale"),
+        (f"{TRAIN} --deepspeed", "no DeepSpeed runs here; .* --use-distributed-optimizer"),
+        (f"{TRAIN} --swiglu", "--swiglu is not supported: the network is GPT-3's"),
+        (f"{TRAIN} --train-data-path d", "--data-path and --train-data-path exclude each other"),
+        (f"{TRAIN} --vocab-size 5", "GPT2BPETokenizer knows its own"),
+        (f"{TRAIN} --recompute-method uniform", "goes with --recompute-granularity full"),
+        (TRAIN.replace("--lr 6.0e-5", ""), "--lr missing"),
+        (TRAIN.replace("--train-samples 10846761", ""), "say how long the run is|--train-samples"),
+    ],
+)
+def test_what_megatron_asserts_is_said_in_words(words: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        read_flags(words.split())
+
+
+def test_flags_without_effect_are_named_once() -> None:
+    quiet = "--no-masked-softmax-fusion --distributed-backend nccl --num-workers 2"
+    (line,) = notices(read_flags(f"{TRAIN} {quiet}".split()))
+    for flag in ("--use-flash-attn-v2", "--no-masked-softmax-fusion", "--distributed-backend"):
+        assert flag in line
+
+
+def test_a_configuration_that_cannot_be_speaks_of_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, merges = write_vocabulary(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = TRAIN.replace("v.json", str(vocab)).replace("m.txt", str(merges))
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 5 does not divide"):
+        write_config(f"{words} --tensor-model-parallel-size 5".split())
+    file = write_config(words.split())
+    config = load_config(file, world_size=64)
+    assert config.Global.tokenizer == "ck/tokenizer.json" and Path("ck/tokenizer.json").exists()
+    assert config.Model.vocab_size == 1024  # 320, padded to a multiple of 128 * 8

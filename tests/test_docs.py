@@ -1,0 +1,208 @@
+"""What the pages say is so: commands run, links lead somewhere, quoted messages are in the code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from clone import Clone, clone_with_a_run
+from commands import ROOT, SHELLS, blocks_of, fences, look_over
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").rglob("README*.md"))
+TOP = sorted(ROOT.glob("*.md"))
+WITH_COMMANDS = [page for page in [*DOCS, *EXAMPLES] if blocks_of(page)]
+
+# What a page takes for granted beside a clone in which the quickstart has run.
+CORPUS = "runs/quickstart/corpus.jsonl"
+TOKENIZER = "runs/quickstart/tokenizer.json"
+PREPARE = f"fourfold data prepare --input {CORPUS} --tokenizer {TOKENIZER} --output-prefix"
+AS_HF = f"fourfold convert runs/quickstart/output gpt2 --to hf --tokenizer {TOKENIZER}"
+SINGLE = "configs/gpt/single/configs_345m_single_card.yaml"
+BEFORE = {
+    "docs/checkpoints.md": ["mkdir output && mv runs/quickstart/output/step_2 output/step_2000"],
+    "docs/convert.md": [AS_HF, "rm -r data", f"{PREPARE} data/x"],
+    "docs/data_files.md": [f"{PREPARE} data/x", f"{PREPARE} data/y"],
+    "docs/data_mixtures.md": [
+        f"{PREPARE} a",
+        f"{PREPARE} b",
+        "cp configs/gpt/quickstart.yaml run.yaml",
+    ],
+    "docs/data_prepare.md": [
+        "mkdir wiki books",
+        f"cp {CORPUS} wiki/a.jsonl",
+        "gzip -c configs/gpt/quickstart.yaml > books/a.txt.gz",
+    ],
+    "docs/evaluation.md": [
+        "cp configs/gpt/quickstart.yaml config.yaml",
+        "head -c 3000 configs/gpt/quickstart.yaml > wiki.valid.raw",
+    ],
+    "docs/generation.md": [f"fourfold train -c {SINGLE}"],
+    "examples/gpt/README.md": ["cp ../../runs/quickstart/corpus.jsonl single/my_text.jsonl"],
+    "examples/gpt/single/README.md": [
+        "cp -r ../../../data .",
+        "cp README.md my_text.txt",
+        "python run_pretrain.py -c configs_345m_single_card.yaml",
+    ],
+    "examples/gpt/hybrid_parallel/README.md": ["cp -r ../../../data ."],
+    "examples/gpt-3/static/README.md": ["cp -r ../../../data ."],
+    "examples/gpt-3/dygraph/README.md": ["cp -r ../../../data ."],
+}
+# Eight ranks, models of 175 billion parameters, or compiled graphs: seconds each, not moments.
+SLOW = {
+    "docs/launching.md",
+    "docs/memory.md",
+    "docs/parallelism.md",
+    "docs/performance.md",
+    "docs/planning.md",
+    "docs/throughput.md",
+    "examples/gpt-3/dygraph/README.md",
+    "examples/gpt-3/static/README.md",
+    "examples/gpt/hybrid_parallel/README.md",
+}
+# A line of a page that could be typed; it must then stand in a block that is run.
+TYPED = re.compile(r"^ *(\$ )?(fourfold [a-z]+ -|torchrun -|make [a-z]+$|pip install )")
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def marked(page: Path) -> Any:
+    marks = [pytest.mark.slow] if page_name(page) in SLOW else []
+    return pytest.param(page, marks=marks, id=page_name(page))
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in WITH_COMMANDS])
+def test_commands_run(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    blocks = blocks_of(page)
+    for block in blocks:
+        if block.needs:
+            look_over(block.commands, page.parent if page in EXAMPLES else ROOT)
+    run = [command for block in blocks if not block.needs for command in block.commands]
+    if not run:
+        return
+    shutil.copytree(clone_with_a_run(tmp_path_factory), tmp_path / "clone")
+    clone = Clone(tmp_path / "clone")
+    if page in EXAMPLES:
+        clone.run(f"cd {page.parent.relative_to(ROOT)}")
+    for command in [*BEFORE.get(page_name(page), []), *run]:
+        clone.run(command)
+
+
+@pytest.mark.parametrize("page", [*DOCS, *EXAMPLES, *TOP], ids=page_name)
+def test_commands_stand_in_blocks_that_are_run(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    fenced = {
+        number
+        for start, kind, content in fences(lines)
+        if kind in SHELLS
+        for number in range(start, start + len(content) + 2)
+    }
+    loose = [
+        f"{page_name(page)}:{number + 1}: {line}"
+        for number, line in enumerate(lines)
+        if TYPED.match(line) and number not in fenced
+    ]
+    assert not loose, "mark the block as bash; if it cannot run here, add <!-- needs: why -->"
+
+
+@pytest.mark.parametrize("page", [*DOCS, *EXAMPLES, *TOP], ids=page_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = [target for target in relative_links(page) if not leads_somewhere(page, target)]
+    assert not broken
+    if page in DOCS:
+        outside = [target for target in relative_links(page) if target.startswith("../")]
+        assert not outside, "the site has only docs/; name files outside it without a link"
+
+
+def relative_links(page: Path) -> list[str]:
+    text = "\n".join(line for line in page.read_text().splitlines() if not line.startswith("    "))
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)|<img [^>]*src=\"([^\"]+)\"", text)
+    flat = [one or other for one, other in targets]
+    return [target for target in flat if "://" not in target and not target.startswith("mailto:")]
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    path, _, heading = target.partition("#")
+    file = page.parent / path if path else page
+    if not file.exists():
+        return False
+    return not heading or heading in headings(file)
+
+
+def headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {re.sub(r" +", "-", title.strip()) for title in kept}
+
+
+def test_the_site_has_every_page_once() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = list(leaves(config["nav"]))
+    assert sorted(pages) == [page.name for page in DOCS]
+
+
+def leaves(nav: Any) -> Any:
+    """The files of a navigation tree, from first to last."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav if isinstance(nav, list) else nav.values():
+            yield from leaves(part)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="pip install 'fourfold[docs]'")
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "quickstart" / "index.html").exists()
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code() -> None:
+    """A message is quoted in a heading; … stands for what the code fills in."""
+    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert len(quoted) >= 25
+    code = "\n".join(plain_text(file) for file in (ROOT / "fourfold").rglob("*.py"))
+    pieces = [piece.strip(" ;") for message in quoted for piece in message.split("…")]
+    assert [piece for piece in pieces if piece not in code] == []
+
+
+def plain_text(file: Path) -> str:
+    """Source with strings that are continued on the next line joined."""
+    return re.sub(r'"\s*\n\s*f?"', "", file.read_text())
+
+
+@pytest.mark.parametrize("name", ["docs/tour.md", "docs/design.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    named = re.findall(r"`((?:fourfold|tests|docs|configs|benchmarks)/[\w./-]+)`", text)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_functions_the_tour_names_are_in_the_files_it_names() -> None:
+    """A row of a table of the tour: file, then the names to look for in it."""
+    rows = re.findall(
+        r"^\| `(fourfold/[\w./]+\.py)` \| (.+?) \|", (ROOT / "docs/tour.md").read_text(), re.M
+    )
+    assert len(rows) >= 20
+    missing = [
+        f"{file}: {name}"
+        for file, names in rows
+        for name in re.findall(r"`([\w.]+)`", names)
+        if name.split(".")[-1] not in (ROOT / file).read_text()
+    ]
+    assert not missing
