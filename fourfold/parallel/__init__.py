@@ -14,6 +14,7 @@ import torch
 from fourfold.config import Config
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape
+from fourfold.parallel.graph import compile_layers
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.recompute import apply_recompute
 from fourfold.parallel.runner import Runner
@@ -74,9 +75,7 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
 
             apply_model_parallel(part, mesh.axis("mp"), model.sequence_parallel)
         if config.Engine.graph_mode == "static":
-            for layer in part.layers.values():
-                # Before recomputation, which would hide a whole layer from the compiler.
-                layer.forward = torch.compile(layer.forward)
+            compile_layers(part)
         if model.use_recompute:
             assert model.recompute_granularity is not None, "filled in when resolved"
             apply_recompute(part, model.recompute_granularity)

@@ -18,6 +18,7 @@ from fourfold.errors import UserError
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.parallel import Precision, Runner, parallelize
+from fourfold.parallel.graph import compile_layers
 from fourfold.parallel.precision import unmet_list_entries
 from fourfold.parallel.recompute import apply_recompute
 
@@ -45,8 +46,7 @@ def make_runner(
     model = GPT(shape)
     initialize(model, seed=1)
     if compiled:
-        for layer in model.layers.values():
-            layer.forward = torch.compile(layer.forward)
+        compile_layers(model)
     if recompute:
         apply_recompute(model, recompute)
     return runner_of(model, Precision(dtype, level), micro, samples=8)
