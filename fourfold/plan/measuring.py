@@ -1,8 +1,8 @@
 """Timing this machine: products, a layer, memory, operations, the disk, messages between processes.
 
-Every figure is the lower quartile of repeated timings: what the machine does when nothing else
-disturbs it. Processes measure together, each with its share of the cores and no more of them than
-cores, because that is how they will train.
+Every figure is the median of repeated timings, disturbances included: a run will meet them too.
+Processes measure together, each with its share of the cores and no more of them than cores, because
+that is how they will train.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _all_reduce_seconds(size: int, device: torch.device, seconds: float) -> floa
 
 
 def _typical(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The lower quartile of the times: what the machine does when nothing else disturbs it."""
+    """The median of repeated times."""
     run()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
@@ -246,7 +246,7 @@ def _typical(run: Callable[[], Any], device: torch.device, seconds: float) -> fl
         run()
         _wait(device)
         times.append(max(time.perf_counter() - start, 1e-9))
-    return sorted(times)[len(times) // 4]
+    return statistics.median(times)
 
 
 def _wait(device: torch.device) -> None:

@@ -234,7 +234,9 @@ def _data_traffic(
         2 / machine.memory_bandwidth,
         0.0,
     )
-    scatter = gather_seconds(gradients, shards, machine, units) + copied * gradients
+    # And gloo scatters a sum by making it whole on every rank, in a copy of the message.
+    whole = np.where(machine.serial, 2, 1)
+    scatter = whole * (gather_seconds(gradients, shards, machine, units) + copied * gradients)
     gather = gather_seconds(weights, shards, machine, units) + copied * weights
     stage = np.asarray(spread.stage)
     each = np.where(stage == 3, 2 * gather + scatter, np.where(stage == 2, scatter, 0.0))
