@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import TypeVar
@@ -118,7 +118,22 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_seconds),
     )
+    _check_alike(layout)
     return Mesh(layout, rank, device.type)
+
+
+def _check_alike(layout: Layout) -> None:
+    """Refuse ranks of different layouts, which would wait for each other in different groups."""
+    mine = torch.tensor(astuple(layout))
+    theirs = [torch.empty_like(mine) for _ in range(layout.world_size)]
+    dist.all_gather(theirs, mine)
+    others = {rank: Layout(*row.tolist()) for rank, row in enumerate(theirs)}
+    if odd := [rank for rank, other in others.items() if other != others[0]]:
+        dist.destroy_process_group()
+        raise UserError(
+            f"rank {odd[0]} has the layout {others[odd[0]]} and rank 0 has {others[0]}; give every "
+            "machine the same configuration and, where the layout is chosen, the same cluster.yaml"
+        )
 
 
 @contextmanager
