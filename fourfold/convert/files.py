@@ -6,27 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fourfold.checkpoint.manifest import read_bounded
 from fourfold.errors import CheckpointError
 
 MAX_JSON_BYTES = 32 << 20
 
 
-def read_small(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        with path.open("rb") as stream:
-            data = stream.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{path} is larger than the {max_bytes} bytes it may have")
-    return data
-
-
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_small(path))
+        content = json.loads(read_bounded(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.convert.files import find_tokenizer, read_small
+from fourfold.checkpoint.manifest import read_bounded
+from fourfold.convert.files import find_tokenizer
 from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
 from fourfold.convert.pickles import Record
 from fourfold.convert.scratch import disk_tensor
@@ -182,7 +183,7 @@ def step_directory(directory: Path) -> Path:
         return directory
     tracker = directory / TRACKER
     if tracker.is_file():
-        word = read_small(tracker, 100).decode("utf-8", "replace").strip()
+        word = read_bounded(tracker, 100).decode("utf-8", "replace").strip()
         step = directory / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word)
         if not STEP.fullmatch(step.name) or not step.is_dir():
             raise CheckpointError(f"{tracker} names {word[:40]!r}, which is not there")
