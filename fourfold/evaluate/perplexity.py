@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from fourfold.errors import DataError
 from fourfold.evaluate.scoring import Question, Scorer
 
-# Beyond it a perplexity is no longer a number worth printing; FleetX's and Megatron's bound.
-MAX_EXPONENT = 20.0
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -28,10 +25,6 @@ class Loss:
 
     def mean(self, over: int | None = None) -> float:
         return self.total / max(self.tokens if over is None else over, 1)
-
-
-def perplexity(mean_loss: float) -> float:
-    return math.exp(min(MAX_EXPONENT, mean_loss))
 
 
 def bits_per_byte(total_loss: float, num_bytes: int) -> float:

@@ -15,12 +15,12 @@ from fourfold.evaluate.perplexity import (
     count_words,
     detokenize_wikitext,
     measure_loss,
-    perplexity,
 )
 from fourfold.evaluate.prepared import count_bytes, read_part
 from fourfold.evaluate.scoring import Scorer
 from fourfold.generate import Decoder
 from fourfold.generate.loading import Trained, load_trained
+from fourfold.metrics.perplexity import perplexity
 from fourfold.tokenizer import Tokenizer
 
 Notice = Callable[[str], None]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.metrics.lines import FleetXLines
+from fourfold.metrics.perplexity import perplexity
 
 SKIPPED = "skipped_update"
 
@@ -86,9 +87,7 @@ def evaluation_block(record: Mapping[str, Any]) -> list[str]:
     if record["kind"] == "test":
         where = "the end of training for test data"
     loss = record["loss"]
-    # Kept below exp(20) as there; a NaN passes through.
-    perplexity = math.exp(min(loss, 20.0))
-    fields = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
+    fields = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
     text = f" validation loss at {where} | {fields} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]

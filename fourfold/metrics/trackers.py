@@ -10,13 +10,13 @@ The configuration goes along with whatever looks like a secret blanked out.
 from __future__ import annotations
 
 import json
-import math
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.metrics.perplexity import perplexity
 
 GROUPS = {
     "train": (
@@ -38,9 +38,8 @@ REDACTED = "[redacted]"
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record by tracker name; none for events and notices."""
     if record["kind"] in ("eval", "test"):
-        # Kept below exp(20) as Megatron does; a loss beyond is no longer a perplexity.
-        perplexity = math.exp(min(record["loss"], 20.0))
-        return {f"{record['kind']}/loss": record["loss"], f"{record['kind']}/ppl": perplexity}
+        kind, loss = record["kind"], record["loss"]
+        return {f"{kind}/loss": loss, f"{kind}/ppl": perplexity(loss)}
     if record["kind"] != "train":
         return {}
     named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}

@@ -20,11 +20,11 @@ from fourfold.evaluate.perplexity import (
     count_words,
     detokenize_wikitext,
     measure_loss,
-    perplexity,
     windows,
 )
 from fourfold.evaluate.scoring import Question, Scorer
 from fourfold.generate import Decoder
+from fourfold.metrics.perplexity import perplexity
 from fourfold.model import GPT
 from fourfold.tokenizer import Tokenizer, train
 
