@@ -85,7 +85,9 @@ class Instruments:
     def end_step(self, **fields: Any) -> None:
         """Close the step; at the end of a logging window, record it."""
         record = self.meter.end_step(**fields)
-        self.style.take_loss(fields["loss"])
+        if self.mesh.rank == 0:
+            # The others print no line that would take these up.
+            self.style.take_loss(fields["loss"])
         if record is not None and self.comparison is not None:
             self.comparison.take(record)
         if record is not None:
