@@ -1,4 +1,4 @@
-"""Names a user may have meant."""
+"""What a user may have meant: the names and sizes nearest to those given."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def did_you_mean(names: Iterable[str]) -> str:
     """What to append to a message: "; did you mean hidden_size?"."""
     choices = " or ".join(names)
     return f"; did you mean {choices}?" if choices else ""
+
+
+def multiple_near(size: int, factor: int) -> str:
+    """ "28 or 32": the multiples of `factor` on both sides of `size`."""
+    below = size // factor * factor
+    return f"{below} or {below + factor}" if below > 0 else str(factor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from fourfold.config.entry import Findings
+from fourfold.config.nearest import multiple_near
 from fourfold.config.pace import Ramp, growth_problem
 from fourfold.config.run import Dtype, Level
 from fourfold.config.tree import Config
@@ -109,7 +110,7 @@ def _resolve_batch(config: Config, findings: Findings) -> None:
         if sizes.global_batch_size % ranks:
             findings.problem(
                 f"{names[0]}={sizes.global_batch_size} is not a multiple of {spread}; choose "
-                f"{_multiple_near(sizes.global_batch_size, ranks)}",
+                f"{multiple_near(sizes.global_batch_size, ranks)}",
                 *names,
             )
         sizes.local_batch_size = max(1, sizes.global_batch_size // ranks)
@@ -153,11 +154,6 @@ def _resolve_learning_rate(config: Config, findings: Findings) -> None:
                 f"Optimizer.lr.{name}",
                 f"Optimizer.lr.{samples}",
             )
-
-
-def _multiple_near(size: int, factor: int) -> str:
-    below = size // factor * factor
-    return f"{below} or {below + factor}" if below else str(factor)
 
 
 def _resolve_micro_batch(config: Config, findings: Findings) -> None:

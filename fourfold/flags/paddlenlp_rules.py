@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from fourfold.config.nearest import multiple_near
 from fourfold.flags.paddlenlp_options import Flags
 from fourfold.flags.presets import PRESETS, model_type_of
 from fourfold.flags.translation import Translation
@@ -116,12 +117,12 @@ def _batch_problems(flags: Flags, layout: Layout) -> Iterator[str]:
     if whole is not None and (whole < 1 or whole % once):
         yield (
             f"--global_batch_size {whole} is no multiple of micro_batch_size * sharding_degree * "
-            f"dp_degree = {product}; choose {_near(whole, once)}, or change a factor"
+            f"dp_degree = {product}; choose {multiple_near(whole, once)}, or change a factor"
         )
     if local is not None and (local < 1 or local % micro):
         yield (
             f"--local_batch_size {local} is no multiple of {flags.shown('micro_batch_size')}; "
-            f"choose {_near(local, micro)}, or another --micro_batch_size"
+            f"choose {multiple_near(local, micro)}, or another --micro_batch_size"
         )
     elif None not in (whole, local) and whole != local * layout.data_ranks:
         yield (
@@ -129,11 +130,6 @@ def _batch_problems(flags: Flags, layout: Layout) -> Iterator[str]:
             f"{local} * {layout.sharding} * {layout.dp} = {local * layout.data_ranks}; give one of "
             "the two"
         )
-
-
-def _near(size: int, factor: int) -> str:
-    below = size // factor * factor
-    return f"{below} or {below + factor}" if below > 0 else str(factor)
 
 
 # --- what does nothing ------------------------------------------------------------------------
