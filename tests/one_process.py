@@ -11,8 +11,8 @@ from fourfold.parallel import Precision, Runner
 CPU = torch.device("cpu")
 
 
-def runner_of(model: GPT, precision: Precision, micro: int, samples: int, seed: int = 5) -> Runner:
-    """For batches of `samples` rows, cut into micro-batches of `micro`."""
+def runner_of(model: GPT, precision: Precision, micro: int, seed: int = 5) -> Runner:
+    """For batches that are cut into micro-batches of `micro` rows."""
     precision.apply_autocast(model, CPU)
     return Runner(
         [model],

@@ -183,7 +183,7 @@ def run(
         for layer in model.layers.values():
             layer.compile()
     batch = batch or packed_batch()
-    runner = runner_of(model, precision or Precision("float32", None), micro, len(batch.tokens))
+    runner = runner_of(model, precision or Precision("float32", None), micro)
     loss = runner.run(batch, step=3).item()
     return loss, {name: p.grad for name, p in runner.masters.items() if p.grad is not None}
 

@@ -49,7 +49,7 @@ def make_runner(
         compile_layers(model)
     if recompute:
         apply_recompute(model, recompute)
-    return runner_of(model, Precision(dtype, level), micro, samples=8)
+    return runner_of(model, Precision(dtype, level), micro)
 
 
 def ragged_batch() -> Batch:
