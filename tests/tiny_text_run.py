@@ -42,7 +42,7 @@ def sentences(count: int, seed: int) -> list[str]:
     ]
 
 
-def make_run(directory: Path) -> TextRun:
+def make_run(directory: Path, num_layers: int = 2) -> TextRun:
     run = TextRun(directory)
     texts = sentences(200, seed=1)
     train(texts, VOCAB).save(directory / "tokenizer.json")
@@ -74,7 +74,7 @@ def make_run(directory: Path) -> TextRun:
                 "Model": {
                     "vocab_size": 320,
                     "hidden_size": 32,
-                    "num_layers": 2,
+                    "num_layers": num_layers,
                     "num_attention_heads": 2,
                     "max_position_embeddings": 48,
                     "hidden_dropout_prob": 0.0,

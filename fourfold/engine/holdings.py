@@ -20,8 +20,9 @@ def to_write(runner: Runner, optimizer: Optimizer) -> Tensors:
 
 
 def to_fill(runner: Runner, optimizer: Optimizer) -> Tensors:
-    """What this rank wants filled. Of two copies of the embedding the first stands for both."""
-    return {name: piece for _, name, piece in reversed([*_pieces(runner, optimizer)])}
+    """What this rank wants filled."""
+    keys = runner.to_fill().keys()
+    return {name: piece for key, name, piece in _pieces(runner, optimizer) if key in keys}
 
 
 @torch.no_grad()
@@ -29,10 +30,9 @@ def settle(runner: Runner, optimizer: Optimizer) -> None:
     """After a fill: bring what was not filled in line with what was."""
     if WORD in runner.held and TIED in runner.held:
         moments = optimizer.named_moments()
-        local(runner.masters[TIED].data).copy_(local(runner.masters[WORD].data))
         for moment in ("exp_avg", "exp_avg_sq"):
             moments[f"{TIED}.{moment}"].copy_(moments[f"{WORD}.{moment}"])
-    runner.refresh()
+    runner.settle()
 
 
 def _pieces(runner: Runner, optimizer: Optimizer) -> Iterator[tuple[str, str, Piece]]:

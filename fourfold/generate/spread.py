@@ -32,7 +32,7 @@ from fourfold.generate.loading import (
 from fourfold.mesh import Mesh, select_device
 from fourfold.model.gpt import Attend
 from fourfold.parallel import Runner, parallelize
-from fourfold.parallel.pieces import TIED, WORD, local
+from fourfold.parallel.pieces import local
 from fourfold.tokenizer import Tokenizer
 
 
@@ -81,13 +81,13 @@ def _load_own(
     runner = _build(config, mesh)
     pieces = {
         f"model.{held.name}": Piece(local(held.parameter.data), held.shape, held.offsets)
-        for held in runner.held.values()
+        for held in runner.to_fill().values()
     }
     session = mesh.agree(secrets.token_hex(8)) or ""
     crew = Crew(mesh.rank, mesh.size, session, mesh.agree, config.Distributed.timeout_seconds)
     path, state = checkpoint.resume(where, pieces, on_notice, "model.", crew)
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
-    _settle(runner)
+    runner.settle()
     return runner, tokenizer, path
 
 
@@ -104,13 +104,13 @@ def _load_foreign(
         for name in model_sizes():
             setattr(config.Model, name, getattr(foreign.shape, name))
         runner = _build(config, mesh)
-        wanted = {held.name: held for held in runner.held.values()}
+        wanted = {held.name: held for held in runner.to_fill().values()}
         for name, tensor in foreign.tensors():
             if held := wanted.get(name):
                 own = local(held.parameter.data)
                 box = [slice(start, start + size) for start, size in zip(held.offsets, own.shape)]
                 own.copy_(tensor[tuple(box)])
-    _settle(runner)
+    runner.settle()
     return runner, tokenizer, where
 
 
@@ -131,11 +131,3 @@ def free_of_training(config: Config) -> None:
 def _build(config: Config, mesh: Mesh) -> Runner:
     free_of_training(config)
     return parallelize(config, mesh, select_device(config.Global.device), fresh=False)
-
-
-@torch.no_grad()
-def _settle(runner: Runner) -> None:
-    """The last stage's copy of the embedding, where the first stage is on the same rank."""
-    if WORD in runner.held and TIED in runner.held:
-        local(runner.masters[TIED].data).copy_(local(runner.masters[WORD].data))
-    runner.refresh()

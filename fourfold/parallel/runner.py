@@ -20,7 +20,7 @@ from fourfold.mesh import Mesh
 from fourfold.model import GPT
 from fourfold.model.init import initialize_rectangles
 from fourfold.model.seeds import mix_seed
-from fourfold.parallel.pieces import TIED, Held, held_parameters, local, named_parameters
+from fourfold.parallel.pieces import TIED, WORD, Held, held_parameters, local, named_parameters
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.reduce import Replicas, sum_across_model, sum_tied
 
@@ -143,6 +143,19 @@ class Runner:
             if parameter is not self.masters[key]:
                 parameter.copy_(self.masters[key])
         self._drop_gathered()
+
+    def to_fill(self) -> dict[str, Held]:
+        """What a load fills, by key. Of two copies of the embedding on this rank, as at the ends
+        of a V-shaped pipeline, the first stands for both: `settle` makes the other one equal."""
+        copies = {TIED} if WORD in self.held else set[str]()
+        return {key: held for key, held in self.held.items() if key not in copies}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After a load: bring every copy of what was filled in line with it."""
+        if WORD in self.held and TIED in self.held:
+            local(self.masters[TIED].data).copy_(local(self.masters[WORD].data))
+        self.refresh()
 
     def _drop_gathered(self) -> None:
         if self.sharding is not None:

@@ -17,9 +17,20 @@ from fourfold.mesh import connect, select_device
 from fourfold.parallel import layout_of
 
 PROMPTS = ["the cat", "a dog ran after the old", "rain"]
+
+
+def pipeline(schedule: str) -> tuple[int, list[str]]:
+    stages = ["Distributed.pp_degree=2", "Distributed.virtual_pp_degree=2"]
+    return 2, [*stages, f"Distributed.pp_schedule={schedule}"]
+
+
 LAYOUTS = {
     "mp2": (2, ["Distributed.mp_degree=2"]),
     "pp2": (2, ["Distributed.pp_degree=2"]),
+    "pp2 interleaved": pipeline("Interleaved1F1B"),
+    # A V: the first rank has both ends, and with them both copies of the embedding.
+    "pp2 zbv": pipeline("ZBVZeroBubble"),
+    "pp2 dualpipe": pipeline("DualPipeV"),
     "sharding2": (
         2,
         [
@@ -41,7 +52,7 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
-    return make_run(tmp_path_factory.mktemp("text"))
+    return make_run(tmp_path_factory.mktemp("text"), num_layers=4)
 
 
 def texts_of(run: TextRun, size: int, overrides: list[str]) -> list[list[str]]:
@@ -69,11 +80,12 @@ def test_the_same_text_as_one_process(layout: str, strategy: str, run: TextRun) 
         assert written == alone
 
 
-def test_a_foreign_checkpoint_is_spread_too(run: TextRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["mp2", "pp2 zbv"])
+def test_a_foreign_checkpoint_is_spread_too(layout: str, run: TextRun, tmp_path: Path) -> None:
     convert(run.directory / "output", tmp_path / "hf", "hf", tokenizer=None)
     places = [f"Engine.save_load.ckpt_dir={tmp_path / 'hf'}", *STRATEGIES["greedy"]]
     (alone,) = texts_of(run, 1, STRATEGIES["greedy"])
-    for written in texts_of(run, 2, [*LAYOUTS["mp2"][1], *places]):
+    for written in texts_of(run, 2, [*LAYOUTS[layout][1], *places]):
         assert written == alone
 
 
