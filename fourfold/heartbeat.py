@@ -1,8 +1,12 @@
 """Signs of life: where each rank of a supervised run stands, in memory its supervisor can read.
 
 The supervisor makes a `Board` before it forks; a forked rank attaches to its row of it and from
-then on `beat(step, phase)` costs about a microsecond. Without a board `beat` does nothing. The
-memory outlives a rank that dies, so the last beat tells where it was.
+then on `beat(step, phase)` costs about a microsecond. Inside a phase that may take long, `alive()`
+says that it makes progress: after each micro-batch, each file written, each block read. Nothing
+says so on a timer, for a rank that hangs would say it too. The memory outlives a rank that dies, so
+the last beat tells where it was.
+
+Ranks that wait for others can hear of the beats as well, by `relay`; see `mesh`.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _BEAT = struct.Struct("dq24s")  # monotonic seconds, step, phase
@@ -65,7 +70,24 @@ class Board:
         return Failure(seconds, offset) if seconds else None
 
 
+class Relay:
+    """Passes on that this process makes progress, at most every `every_seconds`."""
+
+    def __init__(self, tell: Callable[[], None], every_seconds: float) -> None:
+        self._tell = tell
+        self._every_seconds = every_seconds
+        self._next = 0.0
+
+    def progress(self) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._every_seconds
+            self._tell()
+
+
 _attached: tuple[Board, int] | None = None
+_relay: Relay | None = None
+_last: tuple[int, str] = (0, "start")
 
 
 def attach(board: Board, rank: int) -> None:
@@ -79,8 +101,23 @@ def is_attached() -> bool:
     return _attached is not None
 
 
+def relay(tell: Callable[[], None] | None, every_seconds: float = 1.0) -> None:
+    """From now on, have beats passed on by calling `tell`, or (None) no longer."""
+    global _relay
+    _relay = None if tell is None else Relay(tell, every_seconds)
+
+
 def beat(step: int, phase: str) -> None:
     """Say that this rank lives and what it is about to do, such as "forward_backward"."""
+    global _last
+    _last = (step, phase)
+    alive()
+
+
+def alive() -> None:
+    """Say that what the last beat announced makes progress."""
     if _attached is not None:
         board, rank = _attached
-        board.beat(rank, step, phase)
+        board.beat(rank, *_last)
+    if _relay is not None:
+        _relay.progress()

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fourfold import heartbeat
 from fourfold.model.gpt import GPT, ModelShape
 from fourfold.model.names import is_bias, is_norm
 from fourfold.model.seeds import mix_seed
@@ -45,7 +46,8 @@ def initialize_rectangles(
                 blocks += _blocks(name, whole[name], tensor, offsets)
         # Each block is independent and torch draws outside the interpreter lock.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(lambda block: _fill(shape, seed, whole, *block), blocks))
+            for _ in pool.map(lambda block: _fill(shape, seed, whole, *block), blocks):
+                heartbeat.alive()
 
 
 @cache

@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from fourfold import heartbeat
 from fourfold.config import Config
 from fourfold.mesh import Mesh
 from fourfold.model.gpt import GPT
@@ -63,6 +64,7 @@ class Stage(PipelineStage):
         start = time.perf_counter()
         yield
         self.busy_seconds += time.perf_counter() - start
+        heartbeat.alive()
 
     def _reduces_at_once(self) -> bool:
         return self.sharding is not None and self.sharding.stage > 1
@@ -185,6 +187,7 @@ class Pipeline:
             for index, (tokens, arguments) in enumerate(micro_batches):
                 inputs = tokens if part.is_first else self._input(number, index, kept, tokens)
                 output = part(inputs, **arguments)
+                heartbeat.alive()
                 if part.is_last:
                     outputs.append(output)
                 elif number + 1 in self.parts:

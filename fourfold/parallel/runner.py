@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fourfold import heartbeat
 from fourfold.data import Batch
 from fourfold.mesh import Mesh
 from fourfold.model import GPT
@@ -104,6 +105,7 @@ class Runner:
             loss = model(tokens, **arguments, loss_scale=scale, dropout_seed=seeds[micro])
             loss.backward()
             total = total + loss.detach()
+            heartbeat.alive()
         return total
 
     def _run_pipeline(
@@ -177,7 +179,10 @@ class Runner:
         if self.pipeline is not None:
             losses = self.pipeline.forward(micro_batches)
         else:
-            losses = [self.parts[0](tokens, **given) for tokens, given in micro_batches]
+            losses = []
+            for tokens, given in micro_batches:
+                losses.append(self.parts[0](tokens, **given))
+                heartbeat.alive()
         self._drop_gathered()
         return self._share(torch.stack(losses).sum() if losses else torch.zeros(()))
 

@@ -22,11 +22,11 @@ def tiny_yaml(tmp_path: Path) -> Path:
 def configure(tiny_yaml: Path, tmp_path: Path) -> Configure:
     """`configure("run_name", "Engine.max_steps=4", ...)`: a config writing to its own directory."""
 
-    def make(name: str, *overrides: str) -> Config:
+    def make(name: str, *overrides: str, world_size: int = 1) -> Config:
         places = [
             f"Engine.save_load.output_dir={tmp_path / name}",
             f"Data.dataset.cache_dir={tmp_path / 'cache'}",
         ]
-        return load_config(tiny_yaml, [*places, *overrides], world_size=1)
+        return load_config(tiny_yaml, [*places, *overrides], world_size)
 
     return make
