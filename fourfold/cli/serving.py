@@ -47,7 +47,7 @@ def serve(
     from fourfold.serve import Limits, read_token
     from fourfold.serve import serve as serve_model
 
-    serve_model(
+    healthy = serve_model(
         load_config(config, override or []),
         config.stem,
         host=host,
@@ -57,3 +57,4 @@ def serve(
         limits=Limits(waiting=queue, request_seconds=timeout),
         on_notice=lambda text: print(text, file=sys.stderr, flush=True),
     )
+    raise typer.Exit(0 if healthy else 1)

@@ -108,7 +108,6 @@ def create_app(service: Service) -> Starlette:
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         ApiError: refuse,
         HTTPException: refuse_http,
-        Exception: apologise,
     }
     return Starlette(
         routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=lifespan
@@ -128,11 +127,6 @@ async def refuse_http(request: Request, error: HTTPException) -> Response:
     else:
         message = f"{request.method[:20]} {request.url.path[:200]!r}: {error.detail}"
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
-
-
-async def apologise(_: Request, __: Exception) -> Response:
-    """The traceback goes to the log, never to a client."""
-    return JSONResponse(ApiError(500, "an error of the server; its log says more").body, 500)
 
 
 def check(body: Asked, service: Service) -> None:

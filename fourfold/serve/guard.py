@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import Iterable
 
@@ -34,6 +35,9 @@ HEADERS = {
 OPEN_PATHS = {"/", "/health"}
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 GRACE_SECONDS = 5.0
+SERVER_ERROR = "an error of the server; its log says more"
+TOO_LATE = "the model did not answer within the time limit; see the log"
+log = logging.getLogger("fourfold.serve")
 
 
 class Guard:
@@ -57,15 +61,22 @@ class Guard:
             await self._app(scope, receive, send)
             return
         began, status = time.monotonic(), 499  # what proxies log where the client has left
+        began_reply = False
 
         async def send_guarded(message: Message) -> None:
-            nonlocal status
+            nonlocal status, began_reply
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, began_reply = message["status"], True
                 headers = MutableHeaders(raw=message["headers"])
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
+
+        async def reply(error: ApiError) -> None:
+            # uvicorn closes a connection whose reply has begun and is left unfinished.
+            if not began_reply:
+                response = JSONResponse(error.body, error.status, error.headers)
+                await response(scope, receive, send_guarded)
 
         try:
             self._check(scope)
@@ -73,11 +84,13 @@ class Guard:
             async with asyncio.timeout(self._limits.request_seconds + GRACE_SECONDS):
                 await self._app(scope, receive, send_guarded)
         except ApiError as error:
-            reply = JSONResponse(error.body, error.status, error.headers)
-            await reply(scope, receive, send_guarded)
+            await reply(error)
         except TimeoutError:
-            # uvicorn closes a connection whose reply is left unfinished.
-            return
+            await reply(ApiError(504, TOO_LATE, code="timeout"))
+        except Exception:
+            # The traceback goes to the log, never to a client.
+            log.exception("a request failed")
+            await reply(ApiError(500, SERVER_ERROR))
         finally:
             path = scope["path"] if scope["path"] in self._known_paths else "other"
             self._metrics.request(path, status, time.monotonic() - began)

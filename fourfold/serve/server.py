@@ -43,8 +43,11 @@ def serve(
     slots: int,
     limits: Limits,
     on_notice: Notice,
-) -> None:
-    """Serve the configuration's model until a signal ends it. `name` is the model's for clients."""
+) -> bool:
+    """Serve the configuration's model until a signal ends it. `name` is the model's for clients.
+
+    False where the model failed and ended it instead: clients were told, and the log says why.
+    """
     check_servable(config)
     listener = bind(host, port, token)
     try:
@@ -54,6 +57,7 @@ def serve(
         on_notice(f"serving {name} at {url_of(listener)}")
         with quiet_signals():
             server.run(sockets=[listener])
+        return not service.worker.failed
     finally:
         listener.close()
 
@@ -93,7 +97,10 @@ def make_server(service: Service) -> uvicorn.Server:
         timeout_graceful_shutdown=int(limits.shutdown_seconds),
         h11_max_incomplete_event_size=64 << 10,
     )
-    return uvicorn.Server(settings)
+    server = uvicorn.Server(settings)
+    # Without its model a server is of no use, and one that ends can be started again.
+    service.worker.on_failure = lambda: setattr(server, "should_exit", True)
+    return server
 
 
 def check_servable(config: Config) -> None:

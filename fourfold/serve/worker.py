@@ -6,6 +6,9 @@
 
 Between two steps of the session the thread takes in new jobs and lets go of cancelled and late
 ones. A sequence depends on nothing but its own request (see fourfold/generate/session.py).
+
+A step that fails ends the jobs in it, and the thread goes on with a new session. Where that fails
+too, the model is lost: every job is told, `failed` is True, and `on_failure` is called once.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from fourfold.serve.protocol import ApiError
 from fourfold.serve.writing import Piece, Writer, echoed
 
 SHUTTING_DOWN = "the server is shutting down"
+MODEL_FAILED = "the model failed; see the log"
 log = logging.getLogger("fourfold.serve")
 
 
@@ -39,6 +43,7 @@ class Job:
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         self.new_tokens = 0
+        self.admitted = False
         self.over = False  # no more pieces are wanted; set by either side
         self.open = len(self.wanted)  # choices without an end
         self._loop = asyncio.get_running_loop()
@@ -70,6 +75,8 @@ class Worker:
     def __init__(
         self, module: GenerationModule, slots: int, limits: Limits, metrics: Metrics
     ) -> None:
+        self.failed = False
+        self.on_failure: Callable[[], None] = lambda: None  # called from the thread
         self._module = module
         self._limits = limits
         self._metrics = metrics
@@ -78,9 +85,9 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._writers: dict[int, tuple[Job, Writer]] = {}  # by the session's names
         self._to_judge: deque[tuple[Job, Writer]] = deque()
-        self._jobs: set[Job] = set()  # taken in and not over
-        self._lock = threading.Lock()
-        self._sequences = 0  # of all jobs; guarded by the lock
+        self._lock = threading.Lock()  # guards the next two
+        self._jobs: set[Job] = set()  # submitted and not over
+        self._sequences = 0  # of all jobs
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="fourfold-worker", daemon=True)
 
@@ -109,10 +116,10 @@ class Worker:
             self._thread.join(timeout)
 
     def submit(self, wanted: Sequence[Wanted]) -> Job:
-        if not self.alive:
-            raise ApiError(503, SHUTTING_DOWN)
         room = self.slots + self._limits.waiting
         with self._lock:
+            if self._stopping:
+                raise self._ended()
             if self._sequences + len(wanted) > room:
                 raise ApiError(
                     429,
@@ -121,9 +128,13 @@ class Worker:
                     headers={"retry-after": "1"},
                 )
             self._sequences += len(wanted)
-        job = Job(wanted, self._limits.request_seconds, self._ask_to_cancel)
+            job = Job(wanted, self._limits.request_seconds, self._ask_to_cancel)
+            self._jobs.add(job)
         self._inbox.put(lambda: self._admit(job))
         return job
+
+    def _ended(self) -> ApiError:
+        return ApiError(500, MODEL_FAILED) if self.failed else ApiError(503, SHUTTING_DOWN)
 
     def _ask_to_cancel(self, job: Job) -> None:
         if not job.over:
@@ -132,17 +143,38 @@ class Worker:
     # -- the thread's side ------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not self._stopping:
-            idle = not (self._writers or self._to_judge)
-            try:
-                self._take_in(wait=idle)
-                self._step()
-            except Exception as error:  # the thread must outlive any one request
-                self._recover(error)
-            self._drop_late()
-        self._take_in(wait=False)
-        for job in list(self._jobs):
-            self._fail(job, ApiError(503, SHUTTING_DOWN))
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException:
+            log.critical("the model failed and could not be started again", exc_info=True)
+            self.failed = True
+        finally:
+            self._close()
+        if self.failed:
+            self.on_failure()
+
+    def _turn(self) -> None:
+        idle = not (self._writers or self._to_judge)
+        try:
+            self._take_in(wait=idle)
+            self._step()
+        except Exception as error:  # the thread must outlive any one request
+            self._recover(error)
+        self._drop_late()
+
+    def _close(self) -> None:
+        """No job is left without an answer, nor can one come any more."""
+        with self._lock:
+            self._stopping = True
+            jobs = list(self._jobs)
+            self._jobs.clear()
+            self._sequences = 0
+        for job in jobs:
+            # Only the event loop's side is left; the session may be in any state.
+            job.over = True
+            job.put(self._ended())
+            self._metrics.cancelled(job.open)
 
     def _take_in(self, wait: bool) -> None:
         if wait:
@@ -173,7 +205,9 @@ class Worker:
                 self._give(job, piece)
 
     def _admit(self, job: Job) -> None:
-        self._jobs.add(job)
+        if job.over:
+            return
+        job.admitted = True
         for choice, wanted in enumerate(job.wanted):
             writer = Writer(choice, wanted, self._module.tokenizer)
             self._metrics.prompt(len(wanted.prompt))
@@ -204,10 +238,8 @@ class Worker:
         job.put(piece)
         if piece.finish is not None:
             job.open -= 1
-            self._leave(1)
-            if job.open == 0:
-                job.over = True
-                self._jobs.discard(job)
+            self._leave(job, 1)
+            job.over = job.open == 0
 
     def _count_token(self, job: Job) -> None:
         if job.new_tokens == 0:
@@ -218,7 +250,7 @@ class Worker:
 
     def _drop_late(self) -> None:
         now = time.monotonic()
-        for job in list(self._jobs):
+        for job in self._unfinished():
             if job.over:
                 self._drop(job)
             elif now > job.deadline:
@@ -239,14 +271,19 @@ class Worker:
             self._session.cancel(name)
         self._to_judge = deque(pair for pair in self._to_judge if pair[0] is not job)
         job.over = True
-        self._jobs.discard(job)
         self._metrics.cancelled(job.open)
-        self._leave(job.open)
-        job.open = 0
+        left, job.open = job.open, 0
+        self._leave(job, left)
 
-    def _leave(self, sequences: int) -> None:
+    def _leave(self, job: Job, sequences: int) -> None:
         with self._lock:
             self._sequences -= sequences
+            if job.open == 0:
+                self._jobs.discard(job)
+
+    def _unfinished(self) -> list[Job]:
+        with self._lock:
+            return list(self._jobs)
 
     def _recover(self, error: Exception) -> None:
         """After a step that failed nothing is known about the cache: all begin anew."""
@@ -256,5 +293,9 @@ class Worker:
         message = str(error) if known else "the step failed; the server's log says why"
         self._writers, self._to_judge = {}, deque()
         self._session = self._module.session(self.slots)
-        for job in list(self._jobs):
-            self._fail(job, ApiError(500, message))
+        # A device that failed for good fails here, before another client waits for it.
+        self._session.network.read([[self._module.tokenizer.eos_id]])
+        self._session.network.arrange([])
+        for job in self._unfinished():
+            if job.admitted:
+                self._fail(job, ApiError(500, message))

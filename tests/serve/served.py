@@ -79,6 +79,7 @@ def load(file: Path, *overrides: str) -> Config:
 class Served:
     service: Service
     port: int
+    thread: threading.Thread
 
     @property
     def url(self) -> str:
@@ -141,7 +142,7 @@ def serving(
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield Served(service, listener.getsockname()[1])
+        yield Served(service, listener.getsockname()[1], thread)
     finally:
         server.should_exit = True
         thread.join(30)
