@@ -1,4 +1,4 @@
-"""Options several verbs share."""
+"""Options several verbs share, and what is checked of options before any work is done."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fourfold.errors import UserError
 
 ConfigFile = Annotated[
     Path, typer.Option("-c", "--config", help="The YAML file that describes the run.")
@@ -19,3 +21,50 @@ Overrides = Annotated[
         help="Set one key over the file's value; may be given many times.",
     ),
 ]
+
+
+def refuse_all_but(context: typer.Context, used: set[str], reason: str) -> None:
+    """Refuse the options given on the command line that are not among `used` (by their names in
+    Python): they would be ignored, `reason` says why."""
+    given = [
+        max(parameter.opts, key=len)
+        for parameter in context.command.params
+        if parameter.name is not None
+        and _was_given(context, parameter.name)
+        and parameter.name not in used
+    ]
+    if given:
+        *others, last = given
+        listed = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+        raise UserError(f"{listed} no effect {reason}; leave {'them' if others else 'it'} out")
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_writable(path: Path, option: str, *, makes_parents: bool = False) -> None:
+    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    try:
+        if makes_parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        if not existed or path.is_file() or path.is_dir():
+            path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{option} {path} cannot be written ({error.strerror}); name a file in a directory "
+            "that exists and that you can write to"
+        ) from error
+
+
+def check_new(path: Path, option: str, force: bool) -> None:
+    """The same, and that nothing there is lost unless --force says so."""
+    if path.exists() and not force:
+        raise UserError(
+            f"{option} {path} exists and would be overwritten; name another file, or add --force"
+        )
+    check_writable(path, option)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.options import Overrides
+from fourfold.cli.options import Overrides, check_new, check_writable, refuse_all_but
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +23,20 @@ FIX_NAMES = {
 }  # fmt: skip
 
 
+# By their names in `plan`: what each of its modes uses.
+PLANNED = {"config", "override", "cluster", "fix", "top", "tokens", "price", "explain", "plot"}
+PLANNED |= {"emit", "as_json"}
+MODES = {
+    "self_test": {"self_test", "rows"},
+    "dry_run": {"dry_run", "config", "override", "rank", "world"},
+    "calibrate": {"calibrate", "config", "override", "cluster", "out", "force"},
+}
+CLUSTER_FILE = Path("cluster.yaml")
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the cluster file if there is one.")]
+
+
 def plan(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option("-c", "--config", help="The YAML file that describes the run.")
     ] = None,
@@ -59,14 +72,23 @@ def plan(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Fit the cluster's numbers to a run's own metrics."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="With --calibrate: the cluster file to write.")] = Path(
-        "cluster.yaml"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="With --calibrate: the cluster file to write.")
+    ] = CLUSTER_FILE,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --calibrate: overwrite the cluster file.")
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Build a rank of the file's layout on no device and count."),
     ] = False,
     rank: Annotated[int, typer.Option(min=0, help="With --dry-run: which rank.")] = 0,
+    world: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --dry-run: of how many ranks; by default what the file needs."
+        ),
+    ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Predict published runs and show the errors.")
     ] = False,
@@ -75,24 +97,28 @@ def plan(
     ] = None,
 ) -> None:
     """Rank the layouts of a model on a cluster: will it fit, how fast, for how much, and why."""
-    if self_test:
-        from fourfold.plan.selftest import self_test_lines
-
-        for line in self_test_lines(rows):
-            print(line)
+    mode = _mode_of(context)
+    if mode == "self_test":
+        _self_test(rows)
         return
-    if dry_run and config is not None:
-        _dry_run(config, override or [], rank)
-        return
-    if config is None or cluster is None:
+    if config is None or (cluster is None and mode != "dry_run"):
         raise UserError(
             "plan needs a configuration and a cluster, for example "
             "-c configs/gpt/quickstart.yaml --cluster 1x8xA100-80G; --dry-run needs the first "
             "alone, --self-test neither"
         )
-    if calibrate is not None:
+    if mode == "dry_run":
+        _dry_run(config, override or [], rank, world)
+        return
+    assert cluster is not None
+    if mode == "calibrate":
+        assert calibrate is not None
+        check_new(out, "--out", force)
         _calibrate(config, override or [], cluster, calibrate, out)
         return
+    for option, file in (("--emit", emit), ("--plot", plot)):
+        if file is not None:
+            check_writable(file, option)
     made, economics = _make_plan(config, override or [], cluster, fix, tokens, price)
     if made.best is None:
         _say_impossible(made)
@@ -116,11 +142,29 @@ def plan(
         _print_plan(made, top, economics)
 
 
+def _mode_of(context: typer.Context) -> str | None:
+    """What was asked for; an option that it would ignore is refused."""
+    given = context.params
+    mode = next((name for name in MODES if given[name]), None)
+    if mode is not None:
+        option = f"--{mode.replace('_', '-')}"
+        refuse_all_but(context, MODES[mode], f"with {option}")
+        return mode
+    refuse_all_but(context, PLANNED, "without --dry-run, --calibrate or --self-test")
+    if given["tokens"] is None:
+        refuse_all_but(context, PLANNED - {"price"}, "without --tokens")
+    if given["explain"] is not None:
+        rows = {"top"} if given["plot"] is None else set()
+        refuse_all_but(context, PLANNED - {"as_json"} - rows, "with --explain")
+    return None
+
+
 def doctor(
     nproc: Annotated[
         int, typer.Option(min=1, max=64, help="Processes between which to time collectives.")
     ] = 1,
-    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.yaml"),
+    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = CLUSTER_FILE,
+    force: Force = False,
     seconds: Annotated[
         float, typer.Option(min=0.05, max=60, help="How long to spend on each measurement.")
     ] = 0.3,
@@ -132,6 +176,7 @@ def doctor(
     from fourfold.plan.cluster import save_cluster
     from fourfold.plan.doctor import examine
 
+    check_new(out, "--out", force)
     findings = examine(nproc, seconds, directory)
     for line in findings.lines:
         print(line)
@@ -147,14 +192,15 @@ def _make_plan(
     tokens: str | None,
     price: float | None,
 ) -> tuple[Plan, Economics]:
-    from fourfold.config import load_config
+    from fourfold.config.wishes import as_laid_out
     from fourfold.plan import parse_cluster
     from fourfold.plan import plan as make
     from fourfold.plan.report import Economics
 
-    resolved = load_config(config, override)
+    described = parse_cluster(cluster)
     fixed = _parse_fix(fix, "--fix") if fix is not None else {}
-    made = make(resolved, parse_cluster(cluster), fixed=fixed)
+    resolved, problem = as_laid_out(config, override, described.world)
+    made = make(resolved, described, fixed=fixed, own_problem=problem)
     if made.costs is None and fixed:
         raise UserError(
             f"--fix {fix}: no legal layout of {made.cluster.world} ranks has these; the degrees "
@@ -163,11 +209,21 @@ def _make_plan(
     return made, Economics(made, None if tokens is None else _parse_tokens(tokens), price)
 
 
-def _dry_run(config: Path, override: list[str], rank: int) -> None:
+def _self_test(rows: Path | None) -> None:
+    from fourfold.plan.selftest import self_test_lines
+
+    for line in self_test_lines(rows):
+        print(line)
+
+
+def _dry_run(config: Path, override: list[str], rank: int, world: int | None) -> None:
     from fourfold.config import load_config
     from fourfold.plan.dryrun import dry_run_lines
 
-    for line in dry_run_lines(load_config(config, override), rank):
+    resolved = load_config(config, override, world)
+    for notice in resolved.notices:
+        print(notice, file=sys.stderr)
+    for line in dry_run_lines(resolved, rank):
         print(line)
 
 
@@ -258,19 +314,20 @@ def _emit(config: Path, override: list[str], plan: Plan, path: Path) -> None:
 
     best = plan.best
     assert best is not None
-    resolved = load_config(config, [*override, *best.overrides()], plan.cluster.world)
+    # What was planned is the whole layout, its layers shared out evenly.
+    chosen = [*best.overrides(), "Distributed.auto=False", "Distributed.pp_layers=null"]
+    resolved = load_config(config, [*override, *chosen], plan.cluster.world)
     head = f"# {best.layout}, {best.details}: planned for {plan.cluster}.\n\n"
     path.write_text(head + resolved.to_yaml(), encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)
 
 
 def _calibrate(config: Path, override: list[str], cluster: str, run: Path, out: Path) -> None:
-    from fourfold.config import load_config
     from fourfold.plan import parse_cluster
-    from fourfold.plan.calibrate import calibrate
+    from fourfold.plan.calibrate import calibrate, read_run
     from fourfold.plan.cluster import save_cluster
 
-    result = calibrate(load_config(config, override), parse_cluster(cluster), run)
+    result = calibrate(config, override, parse_cluster(cluster), read_run(run))
     for line in result.lines:
         print(line)
     save_cluster(result.cluster, out, f"Calibrated with {run}.")

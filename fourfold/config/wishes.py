@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config.entry import Report, Tree, find, in_reading_order
-from fourfold.config.load import read_spelled_out, validate
+from fourfold.config.load import load_config, read_spelled_out, validate
 from fourfold.config.resolve import DEFAULT_MICRO_BATCH
 from fourfold.config.tree import Config
 from fourfold.errors import ConfigError
@@ -34,6 +34,7 @@ DETAILS = {
     "Data.batch_size.micro_batch_size": "micro_batch",
     "Model.sequence_parallel": "sequence_parallel",
 }
+GLOBAL_BATCH = "Data.batch_size.global_batch_size"
 LOCAL_BATCH = "Data.batch_size.local_batch_size"
 RECOMPUTE = ("Model.use_recompute", "Model.recompute_granularity")
 # One rank, one sample at a time: legal for every model, so what else is wrong can be told.
@@ -54,6 +55,7 @@ class Wishes:
     global_batch: int | None
     local_batch: int | None
     others: int  # ranks that read the same samples in the layout as written: mp * pp
+    fewest_ranks: int  # of the layout as written, with one copy of the model
 
     def global_batch_of(self, world: int) -> int:
         """Samples of a step: as given, or a local batch for each data rank of the file's layout."""
@@ -93,7 +95,34 @@ def read_wishes(path: str | Path, overrides: Sequence[str] = ()) -> Wishes:
         sizes.global_batch_size,
         sizes.local_batch_size or sizes.micro_batch_size,
         layout.mp_degree * layout.pp_degree,
+        layout.mp_degree * layout.pp_degree * layout.sharding.sharding_degree,
     )
+
+
+def without_layout(path: str | Path, overrides: Sequence[str], batch: int) -> Config:
+    """The configuration on one rank with a global batch of `batch`: all of it but the layout."""
+    return load_config(path, [*overrides, *NEUTRAL, f"{GLOBAL_BATCH}={batch}"])
+
+
+def as_laid_out(
+    path: str | Path, overrides: Sequence[str], world: int
+) -> tuple[Config, str | None]:
+    """The configuration as `world` ranks would run it, and None; where its layout is not one of
+    `world` ranks, what is left of it without one, and why."""
+    wishes = read_wishes(path, overrides)
+    batch = wishes.global_batch_of(world)
+    free = without_layout(path, overrides, batch)
+    if world % wishes.fewest_ranks:
+        fewest = wishes.fewest_ranks
+        return free, f"it needs {fewest} ranks or a multiple of {fewest}, and there are {world}"
+    # The local batch follows: on another number of ranks than the file was written for, the
+    # global one stays.
+    sizes = [f"{GLOBAL_BATCH}={batch}", f"{LOCAL_BATCH}=null"]
+    try:
+        return load_config(path, [*overrides, *sizes], world), None
+    except ConfigError as error:
+        # Without the places these were written at: some are the two sizes above.
+        return free, "; ".join(problem.partition(": ")[2] for problem in error.problems)
 
 
 def _fixed(config: Config, tree: Tree) -> dict[str, Any]:

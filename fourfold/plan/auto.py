@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config import Config, load_config
-from fourfold.config.wishes import NEUTRAL, Wishes, read_wishes
+from fourfold.config.wishes import Wishes, read_wishes, without_layout
 from fourfold.engine.expectation import Expectation
 from fourfold.errors import UserError
 from fourfold.plan.advice import impossible
@@ -39,7 +39,7 @@ def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None
     """Plan for `world` ranks and resolve the configuration for the best layout."""
     wishes = read_wishes(path, overrides)
     batch = wishes.global_batch_of(world)
-    free = load_config(path, [*overrides, *NEUTRAL, f"Data.batch_size.global_batch_size={batch}"])
+    free = without_layout(path, overrides, batch)
     described, origin = describe_cluster(world, cluster, free.Global.device)
     made = plan(free, described, fixed=wishes.fixed)
     best = made.best

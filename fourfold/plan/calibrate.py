@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fourfold.config import Config
+from fourfold.config import load_config
 from fourfold.errors import UserError
 from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
 from fourfold.model import flops_per_token
+from fourfold.parallel import layout_of
 from fourfold.plan.advice import physics_check
 from fourfold.plan.cluster import GIB, Cluster
 from fourfold.plan.coefficients import load_coefficients
@@ -28,6 +30,7 @@ from fourfold.plan.subject import Subject, own_spread, subject_of
 from fourfold.plan.terms import Floats
 
 FEWEST_STEPS = 5
+LAYOUT_NOTICE = "layout: "  # begins the line of a log that names the layout
 NARROWEST_BAND = 0.08
 MOVED = ("sustained", "memory_gbps", "launch_us", "intra_gbps", "inter_gbps")
 
@@ -39,45 +42,104 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class StepTime:
     seconds: float  # of one step, the median of the second half of the run
     scatter: float  # relative
-    bytes_: float | None
     steps: int
 
 
-def calibrate(config: Config, cluster: Cluster, run: Path) -> Calibration:
-    record = read_run(run)
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's own records say: of its last start, if it was resumed."""
+
+    path: Path
+    world: int
+    layout: str | None  # as its log has it
+    times: list[tuple[int, float]]  # (global batch, seconds) of each logging window
+    bytes_: float | None
+
+    def step_time(self, batch: int) -> StepTime:
+        times = [seconds for samples, seconds in self.times if samples == batch]
+        if len(times) < FEWEST_STEPS:
+            others = sorted({samples for samples, _ in self.times if samples != batch})
+            told = f" (the run's batches: {', '.join(map(str, others))})" if others else ""
+            raise UserError(
+                f"{self.path} has {len(times)} timed steps with a global batch of {batch}{told}; "
+                f"calibrating needs at least {FEWEST_STEPS} such steps, and the file and -o that "
+                "the run had"
+            )
+        late = times[len(times) // 2 :]
+        median = statistics.median(late)
+        low, high = np.quantile(late, [0.1, 0.9])
+        return StepTime(median, float(high - low) / 2 / median, len(times))
+
+
+def calibrate(
+    path: Path, overrides: Sequence[str], cluster: Cluster, record: RunRecord
+) -> Calibration:
+    """`path` and `overrides` are what the run was started with."""
+    config = load_config(path, overrides, record.world)
+    layout = str(layout_of(config))
+    if record.layout not in (None, layout):
+        raise UserError(
+            f"{record.path}: the run had the layout {record.layout}, but {path} gives its "
+            f"{record.world} processes {layout}; name the file and the -o of the run (for a layout "
+            "that was chosen, `fourfold plan --emit` writes such a file)"
+        )
+    measured = record.step_time(config.Data.batch_size.global_batch_size)
     # As the ranks of this run found it; what other numbers of them find was not calibrated.
-    ranks = int(own_spread(config).world)
-    cluster = cluster.with_world(ranks).model_copy(update={"shared_by": {}})
+    cluster = cluster.with_world(record.world).model_copy(update={"shared_by": {}})
     subject = subject_of(config, on_cpu=cluster.device.is_cpu)
     before = _predict(subject, cluster)
-    moved = _fit(subject, cluster, record.seconds)
-    device = moved.device.model_copy(update={"band": max(NARROWEST_BAND, record.scatter)})
+    moved = _fit(subject, cluster, measured.seconds)
+    device = moved.device.model_copy(update={"band": max(NARROWEST_BAND, measured.scatter)})
     moved = moved.model_copy(update={"device": device})
     after = _predict(subject, moved)
-    return Calibration(moved, list(_lines(subject, cluster, record, before, after, moved)))
+    lines = [
+        f"{measured.steps} steps of {record.world} process(es), {measured.seconds:.4g} s each "
+        f"(second half, ±{measured.scatter:.1%}); predicted {before.seconds:.4g} s "
+        f"({before.seconds / measured.seconds - 1:+.1%}), calibrated {after.seconds:.4g} s",
+        *_moved_lines(cluster, moved),
+        *_memory_lines(before, record),
+        *_rate_lines(subject, before, cluster, measured),
+    ]
+    return Calibration(moved, lines)
 
 
 def read_run(run: Path) -> RunRecord:
     path = run / FILE_NAME if run.is_dir() else run
-    steps = [record for record in read_jsonl(path) if record.get("kind") == "train"]
-    times = [float(step["batch_seconds"]) for step in steps if _is_time(step.get("batch_seconds"))]
-    if len(times) < FEWEST_STEPS:
-        raise UserError(
-            f"{path} has {len(times)} timed steps; calibrating needs at least {FEWEST_STEPS}, the "
-            "first of which are left out"
-        )
-    late = times[len(times) // 2 :]
-    median = statistics.median(late)
-    low, high = np.quantile(late, [0.1, 0.9])
+    records = read_jsonl(path)
+    steps = [one for one in records if one.get("kind") == "train" and _is_timed(one)]
+    if not steps:
+        raise UserError(f"{path} has no timed steps; name the output directory of a run")
+    world = _world(steps[-1])
+    steps = [step for step in steps if _world(step) == world]
     peaks = [step.get("peak_device_bytes") or step.get("peak_rss_bytes") for step in steps]
-    known = [float(peak) for peak in peaks if peak]
-    return RunRecord(median, (high - low) / 2 / median, max(known, default=None), len(times))
+    layouts = [
+        str(one.get("text")).removeprefix(LAYOUT_NOTICE).partition(" on ")[0]
+        for one in records
+        if one.get("kind") == "notice" and str(one.get("text")).startswith(LAYOUT_NOTICE)
+    ]
+    return RunRecord(
+        path=path,
+        world=world,
+        layout=layouts[-1] if layouts else None,
+        times=[(int(step["global_batch_size"]), float(step["batch_seconds"])) for step in steps],
+        bytes_=max((float(peak) for peak in peaks if peak), default=None),
+    )
 
 
-def _is_time(value: object) -> bool:
+def _world(step: dict[str, Any]) -> int:
+    """Tokens per second of all ranks over those of one."""
+    return max(1, round(step["ips_total"] / step["ips"]))
+
+
+def _is_timed(step: dict[str, Any]) -> bool:
+    names = ("batch_seconds", "ips", "ips_total", "global_batch_size")
+    return all(_is_positive(step.get(name)) for name in names)
+
+
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
@@ -107,32 +169,28 @@ def _fit(subject: Subject, cluster: Cluster, seconds: float) -> Cluster:
     return with_numbers(fit)
 
 
-def _lines(
-    subject: Subject,
-    cluster: Cluster,
-    record: RunRecord,
-    before: Candidate,
-    after: Candidate,
-    moved: Cluster,
-) -> Iterator[str]:
-    yield (
-        f"{record.steps} steps, {record.seconds:.4g} s each (second half, ±{record.scatter:.1%}); "
-        f"predicted {before.seconds:.4g} s ({before.seconds / record.seconds - 1:+.1%}), "
-        f"calibrated {after.seconds:.4g} s"
-    )
+def _moved_lines(cluster: Cluster, moved: Cluster) -> Iterator[str]:
     for name in (*MOVED, "sustained_fp32"):
         old, new = getattr(cluster.device, name), getattr(moved.device, name)
         if old != new:
             yield f"  {name}: {old:.4g} -> {new:.4g}"
+
+
+def _memory_lines(before: Candidate, record: RunRecord) -> Iterator[str]:
     if record.bytes_ is not None:
         yield (
             f"memory: predicted {before.bytes_ / GIB:.2f} GiB, measured {record.bytes_ / GIB:.2f} "
             f"({before.bytes_ / record.bytes_ - 1:+.1%})"
         )
+
+
+def _rate_lines(
+    subject: Subject, before: Candidate, cluster: Cluster, measured: StepTime
+) -> Iterator[str]:
     spread = before.spread
     mode = None if spread.recompute == "none" else spread.recompute
     flops = flops_per_token(subject.shape, int(subject.network.seq), recompute=mode)
-    rate = flops * subject.tokens_per_step / record.seconds / int(spread.world)
+    rate = flops * subject.tokens_per_step / measured.seconds / int(spread.world)
     peak = float(cluster.machine(subject.precision).peak)
     warning = physics_check(rate, peak, "hardware FLOP/s of this run")
     if warning is not None:

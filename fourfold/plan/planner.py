@@ -129,10 +129,12 @@ def plan(
     *,
     fixed: Fixed | None = None,
     coefficients: Coefficients | None = None,
+    own_problem: str | None = None,
 ) -> Plan:
     """Rank the layouts of `config`'s model and global batch on `cluster`.
 
-    `fixed` names fields of `Spread` and the only value they may have.
+    `fixed` names fields of `Spread` and the only value they may have. `own_problem` says why the
+    layout of `config` is not the file's own, where the file's is none of this cluster.
     """
     coefficients = coefficients or load_coefficients()
     subject = subject_of(config, on_cpu=cluster.device.is_cpu)
@@ -144,7 +146,7 @@ def plan(
         if costs is not None
     ]
     candidates.sort(key=lambda candidate: (RANK[candidate.fit], candidate.seconds))
-    own, problem = _own(subject, cluster)
+    own, problem = _own(subject, cluster) if own_problem is None else (None, own_problem)
     return Plan(
         subject,
         cluster,

@@ -111,7 +111,9 @@ def test_two_processes_get_a_layout_its_reasons_and_its_reckoning(
         main(["plan", "-c", "chosen.yaml", *words])
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    shown = re.search(r"8 steps, (\S+) s each .* predicted (\S+) s .* calibrated (\S+) s", said)
+    shown = re.search(
+        r"8 steps of 2 process\(es\), (\S+) s each .* predicted (\S+) s .* calibrated (\S+) s", said
+    )
     assert shown is not None, said
     measured, predicted, calibrated = map(float, shown.groups())
     assert predicted == pytest.approx(event["predicted_step_seconds"], rel=1e-3)

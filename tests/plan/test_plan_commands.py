@@ -12,14 +12,19 @@ from typer.testing import CliRunner, Result
 from fourfold.cli import app
 from fourfold.cli.planning import _parse_fix, _parse_tokens
 from fourfold.config import load_config
-from fourfold.errors import UserError
+from fourfold.config.wishes import read_wishes
+from fourfold.errors import ConfigError, UserError
 from fourfold.plan import plan as plan_of
-from fourfold.plan.calibrate import calibrate
+from fourfold.plan.auto import choose
+from fourfold.plan.calibrate import Calibration, calibrate, read_run
 from fourfold.plan.cluster import load_cluster, parse_cluster
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
 BIG = str(CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml")
 SMALL = str(CONFIGS / "quickstart.yaml")
+# Its dp_degree and global batch follow from the number of processes.
+EIGHT = str(CONFIGS / "hybrid_parallel" / "configs_1.3B_dp8.yaml")
+DP8 = "dp8 x pp1 x sharding1 x mp1"
 
 
 def run(*arguments: str) -> Result:
@@ -66,6 +71,64 @@ def test_emitted_configuration_is_accepted(tmp_path: Path) -> None:
     assert (config.Distributed.mp_degree, config.Distributed.pp_degree) == (8, 8)
     assert config.Data.batch_size.global_batch_size == 1536
     assert not config.notices
+
+
+def test_plan_auto_and_the_run_agree_on_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every shipped file, on as many devices as it needs and on twice as many."""
+    monkeypatch.chdir(tmp_path)
+    # The same few layouts for both: it is the batch that is looked at.
+    fixed = ["Distributed.virtual_pp_degree=1", "Distributed.sharding.sharding_stage=1"]
+    fixed += ["Model.sequence_parallel=False", "Model.recompute_granularity=full"]
+    fix = ["--fix", "v=1,stage=1,sp=false,recompute=full"]
+    for file in sorted(CONFIGS.rglob("*.yaml")):
+        needed = max(8, read_wishes(file).fewest_ranks)
+        for world in (needed, 2 * needed):
+            cluster = f"{world // 8}x8xB200"
+            result = run("plan", "-c", str(file), "--cluster", cluster, *fix, "--json")
+            planned = json.loads(result.stdout)
+            chosen = choose(file, fixed, world, cluster).config
+            batch = planned["global_batch_size"]
+            assert batch == chosen.Data.batch_size.global_batch_size, (file, world)
+            try:
+                trained = load_config(file, world_size=world)
+            except ConfigError:  # a batch that one rank of the file's own layout cannot have
+                continue
+            assert batch == trained.Data.batch_size.global_batch_size, (file, world)
+            assert planned["own"] is not None, (file, world, planned["own_problem"])
+
+
+def test_emitted_batch_is_the_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out.yaml"
+    result = run("plan", "-c", EIGHT, "--cluster", "8xH100", "--emit", str(out))
+    assert "global batch 64 x 1024 tokens" in result.stdout and "\nfile " in result.stdout
+    assert load_config(out, world_size=8).Data.batch_size.global_batch_size == 64
+
+
+def test_emitted_layout_is_not_chosen_again(tmp_path: Path) -> None:
+    out = tmp_path / "out.yaml"
+    words = ["-o", "Distributed.auto=True", "-o", "Distributed.pp_degree=2"]
+    words += ["-o", "Distributed.pp_layers=[1,3]", "--fix", "pp=4"]
+    result = run("plan", "-c", SMALL, *words, "--cluster", "4xA100", "--emit", str(out))
+    assert result.exit_code == 0, result.output
+    config = load_config(out, world_size=4)
+    assert config.Distributed.pp_degree == 4
+    assert not config.Distributed.auto and config.Distributed.pp_layers is None
+
+
+def test_dry_run_of_a_number_of_ranks() -> None:
+    words = ["plan", "--dry-run", "-c", EIGHT, "-o", "Model.num_layers=1"]
+    result = run(*words, "--world", "8", "--rank", "7")
+    assert result.stdout.startswith(f"rank 7 of 8, layout {DP8}")
+    result = run(*words)
+    assert result.stdout.startswith("rank 0 of 1")
+    assert "1 is assumed" in result.stderr
+
+
+def test_layout_of_another_cluster_says_why_it_has_no_row() -> None:
+    result = run("plan", "-c", BIG, "--cluster", "8x8xH100", "--top", "1")
+    assert "it needs 128 ranks or a multiple of 128, and there are 64" in result.stdout
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -121,33 +184,68 @@ def test_self_test_reaches_its_targets() -> None:
     assert result.stdout.count("met  ") >= 11
 
 
-def _write_run(directory: Path, seconds: list[float]) -> None:
-    lines = [
-        json.dumps({"kind": "train", "step": i + 1, "batch_seconds": s, "peak_rss_bytes": 10**9})
+def _write_run(
+    directory: Path, seconds: list[float], world: int = 1, batch: int = 16, layout: str = ""
+) -> Path:
+    """Records of a run as `fourfold train` writes them, as far as they are read back."""
+    lines = [{"kind": "notice", "text": f"layout: {layout} on cpu, float32"}] if layout else []
+    lines += [
+        {
+            "kind": "train",
+            "step": i + 1,
+            "batch_seconds": s,
+            "global_batch_size": batch,
+            "ips_total": 1000.0 / s,
+            "ips": 1000.0 / s / world,
+            "peak_rss_bytes": 10**9,
+        }
         for i, s in enumerate(seconds)
     ]
-    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    file = directory / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def _calibrated(file: Path, cluster: str, config: str = SMALL) -> Calibration:
+    return calibrate(Path(config), [], parse_cluster(cluster), read_run(file.parent))
 
 
 def test_calibration_moves_the_cluster_to_the_run(tmp_path: Path) -> None:
-    _write_run(tmp_path, [9.0, 3.0, 0.5, 0.5, 0.5, 0.51, 0.5, 0.49, 0.5, 0.5])
-    config, cluster = load_config(SMALL), parse_cluster("A100-40G")
-    result = calibrate(config, cluster, tmp_path)
-    again = plan_of(config, result.cluster)
+    run = _write_run(tmp_path, [9.0, 3.0, 0.5, 0.5, 0.5, 0.51, 0.5, 0.49, 0.5, 0.5])
+    result = _calibrated(run, "A100-40G")
+    again = plan_of(load_config(SMALL), result.cluster)
     assert again.own is not None and again.own.seconds == pytest.approx(0.5, rel=0.02)
-    assert result.cluster.device.band < cluster.device.band
+    assert result.cluster.device.band < parse_cluster("A100-40G").device.band
+
+
+def test_calibration_is_of_the_processes_and_the_batch_of_the_run(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [0.5] * 10, world=8, batch=64, layout=DP8)
+    result = _calibrated(run, "8xH100", EIGHT)
+    assert result.cluster.world == 8 and "10 steps of 8 process(es)" in result.lines[0]
+    again = plan_of(load_config(EIGHT, world_size=8), result.cluster)
+    assert again.own is not None and again.own.seconds == pytest.approx(0.5, rel=0.02)
+
+
+def test_calibration_refuses_another_run_than_the_files(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [0.5] * 10, world=8, batch=32, layout=DP8)
+    with pytest.raises(UserError, match=r"0 timed steps with a global batch of 64 \(.*: 32\)"):
+        _calibrated(run, "8xH100", EIGHT)
+    run = _write_run(tmp_path, [0.5] * 10, world=8, batch=64, layout=DP8.replace("dp8", "dp4"))
+    with pytest.raises(UserError, match="had the layout dp4"):
+        _calibrated(run, "8xH100", EIGHT)
 
 
 def test_calibration_flags_an_impossible_rate(tmp_path: Path) -> None:
-    _write_run(tmp_path, [1e-4] * 10)
-    lines = calibrate(load_config(SMALL), parse_cluster("V100-32G"), tmp_path).lines
+    lines = _calibrated(_write_run(tmp_path, [1e-4] * 10), "V100-32G").lines
     assert any("of the peak" in line for line in lines)
 
 
 def test_calibration_needs_steps(tmp_path: Path) -> None:
-    _write_run(tmp_path, [1.0, 1.0])
     with pytest.raises(UserError, match="2 timed steps"):
-        calibrate(load_config(SMALL), parse_cluster("V100-32G"), tmp_path)
+        _calibrated(_write_run(tmp_path, [1.0, 1.0]), "V100-32G")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no timed steps"):
+        read_run(tmp_path)
 
 
 def test_doctor_writes_a_cluster_that_plans(tmp_path: Path) -> None:
