@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from fourfold.config import Config
 from fourfold.config.pace import Pace
 from fourfold.engine import Engine
-from fourfold.engine.stop import StopRequest
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.pieces import local
 from fourfold.parallel.shard import sharded_modules
+from fourfold.signals import StopRequest
 
 KINDS = ("weights", "gradients", "moments")
 

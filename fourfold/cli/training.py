@@ -11,6 +11,7 @@ import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import ConfigError, UserError
+from fourfold.signals import answer_with_stacks
 
 if TYPE_CHECKING:
     from fourfold.config import Config
@@ -62,6 +63,7 @@ def train(
 
     Without --nproc one process trains, or those that torchrun, srun or mpirun started.
     """
+    answer_with_stacks()
     _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
     run = Run(config, override or [], auto, cluster)
     if nnodes is not None:
@@ -178,12 +180,12 @@ def _train_on_nodes(
     max_restarts: int,
     nodes: tuple[int, int, str],
 ) -> None:
-    from fourfold.launch.torchrun import Nodes, torchrun_command
+    from fourfold.launch.torchrun import Nodes, become, torchrun_command
 
     resolved, _ = run.resolve(nproc * nodes[0])
     log_dir = Path(resolved.Engine.save_load.output_dir) / "logs"
     command = torchrun_command(Nodes(*nodes), nproc, max_restarts, log_dir, run.words())
-    os.execv(command[0], command)
+    become(command)
 
 
 def _refuse_what_would_be_ignored(

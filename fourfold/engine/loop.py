@@ -18,7 +18,6 @@ from fourfold.engine.expectation import Expectation
 from fourfold.engine.feeds import open_feeds
 from fourfold.engine.guard import Guard
 from fourfold.engine.instruments import Instruments
-from fourfold.engine.stop import StopRequest
 from fourfold.engine.summary import describe
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
@@ -26,6 +25,7 @@ from fourfold.optim import LossScale, Optimizer, build_schedule
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
+from fourfold.signals import StopRequest
 from fourfold.waiting import uncounted
 
 
@@ -81,7 +81,7 @@ class Engine:
             # Closed in the reverse order; one that fails does not keep the others from it.
             closing.callback(self.feeds.close)
             watch = self._open_instruments(closing)
-            with StopRequest(self.output_dir) as stop:
+            with StopRequest(self.output_dir, watches_file=self.mesh.rank == 0) as stop:
                 stopped = self._train(watch, stop, save)
             watch.compare(self.step)
             if not stopped:

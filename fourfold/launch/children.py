@@ -22,7 +22,8 @@ from fourfold.errors import UserError
 from fourfold.heartbeat import Board
 from fourfold.launch.diagnosis import Ending
 from fourfold.launch.kernel import adopt_orphans
-from fourfold.launch.worker import STOP_SIGNALS, Place, run_rank
+from fourfold.launch.worker import Place, run_rank
+from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
 
 # How long the kernel may take to remove processes that were killed.
 REMOVAL_SECONDS = 5.0
@@ -168,7 +169,7 @@ def _start_keeper() -> tuple[int, int]:
 def _keep(theirs: int, ours: int) -> NoReturn:
     try:
         os.setpgid(0, 0)
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
         os.close(ours)
         os.read(theirs, 1)

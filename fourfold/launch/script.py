@@ -24,7 +24,7 @@ from typing import NoReturn
 from fourfold.errors import UserError, report
 from fourfold.launch.join import refuse_inside_launcher
 from fourfold.launch.supervise import supervise
-from fourfold.launch.torchrun import Nodes, torchrun_command
+from fourfold.launch.torchrun import Nodes, become, torchrun_command
 
 LOG_NAME = "workerlog.{rank}"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -102,7 +102,7 @@ def _hand_to_torchrun(job: Job, nodes: Nodes, nproc: int) -> NoReturn:
     command = torchrun_command(
         nodes, nproc, job.max_restart, job.log_dir, job.arguments, program=[str(job.script)]
     )
-    os.execv(command[0], command)
+    become(command)
 
 
 def _among_the_visible(devices: list[str]) -> list[str]:

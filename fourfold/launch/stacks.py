@@ -17,10 +17,13 @@ from fourfold.launch import worker
 from fourfold.launch.children import Children
 from fourfold.launch.diagnosis import ranks, read_text
 from fourfold.launch.kernel import process_state
+from fourfold.signals import STACKS_SIGNAL
 
 ANSWER_SECONDS = 2.0
 SHOWN_FRAMES = 4
 SHOWN_RANKS = 8
+
+STACKS_PLACE = "fourfold: the stacks of all threads are in the logs in {directory}"
 
 # By the kernel's letter for what a process does.
 CANNOT_ANSWER = {
@@ -72,7 +75,7 @@ class Standing:
 def take_stacks(children: Children) -> list[Standing]:
     """Ask all running ranks for their stacks; those that can answer do so in their logs."""
     asked_at = {rank: children.logs[rank].stat().st_size for rank in children.running}
-    children.signal(worker.STACKS_SIGNAL)
+    children.signal(STACKS_SIGNAL)
     stacks: dict[int, list[Frame]] = {rank: [] for rank in asked_at}
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline and any(
@@ -129,4 +132,4 @@ def explain_hang(standings: list[Standing], log_dir: Path) -> list[str]:
     lines = [f"fourfold: {said}", *(f"    {standing}" for standing in shown)]
     if len(shown) < len(standings):
         lines.append(f"    and {len(standings) - len(shown)} more")
-    return [*lines, f"fourfold: the stacks of all threads are in the logs in {log_dir}"]
+    return [*lines, STACKS_PLACE.format(directory=log_dir)]

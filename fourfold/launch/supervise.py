@@ -7,7 +7,6 @@ something fails, so does the error of the rank that failed first.
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import time
@@ -18,8 +17,8 @@ from pathlib import Path
 from fourfold.errors import USER_ERROR_EXIT
 from fourfold.launch.children import LOG_NAME, Children
 from fourfold.launch.diagnosis import explain, root_cause
-from fourfold.launch.signals import Signals
-from fourfold.launch.stacks import explain_hang, take_stacks
+from fourfold.launch.stacks import STACKS_PLACE, explain_hang, take_stacks
+from fourfold.signals import STACKS_SIGNAL, SupervisorSignals
 
 POLL_SECONDS = 0.1
 TERMINATE_SECONDS = 2.0
@@ -51,7 +50,7 @@ def supervise(
     assert nproc >= 1 and max_restarts >= 0
     echo = echo or partial(print, flush=True)
     tell = tell or partial(print, file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, Signals() as signals:
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, SupervisorSignals() as signals:
         for attempt in range(max_restarts + 1):
             store = Path(stores) / f"store_{attempt}"
             with Children(work, nproc, attempt, log_dir, store, log_name) as children:
@@ -60,7 +59,7 @@ def supervise(
             if children.running:
                 tell(f"fourfold: processes {[*children.running.values()]} cannot be killed")
                 return FAILED
-            if code != FAILED or signals.stop or attempt == max_restarts:
+            if code != FAILED or signals.received or attempt == max_restarts:
                 break
             tell(
                 f"fourfold: starting all ranks again from the last checkpoint "
@@ -75,7 +74,7 @@ class Watch:
     def __init__(
         self,
         children: Children,
-        signals: Signals,
+        signals: SupervisorSignals,
         echo: Echo,
         tell: Echo,
         hang_seconds: float,
@@ -98,8 +97,10 @@ class Watch:
                 return self._fail()
             if self.silence.measure() > self.hang_seconds:
                 return self._hang(f"no rank has made progress for {self.hang_seconds:g} s")
-            if self.signals.stop and stopping is None:
-                self.children.signal(self.signals.stop)
+            if self.signals.wants_stacks:
+                self._write_stacks()
+            if self.signals.received and stopping is None:
+                self.children.signal(self.signals.received)
                 stopping = time.monotonic()
             if stopping is not None and self._stop_is_overdue(stopping):
                 return self._stopped()
@@ -127,7 +128,7 @@ class Watch:
             return self._hang(f"rank {cause.rank} gave up waiting at {cause.last}")
         children.terminate()
         self._wait_for_ends(min(TERMINATE_SECONDS, self.grace_seconds))
-        stop = self.signals.stop
+        stop = self.signals.received
         if stop and cause.status in (-stop, 128 + stop):
             return self._stopped()
         children.kill()
@@ -145,6 +146,12 @@ class Watch:
         self.children.kill()
         return FAILED
 
+    def _write_stacks(self) -> None:
+        """Somebody wants to know where the ranks stand; they write it down and go on."""
+        self.signals.wants_stacks = False
+        self.children.signal(STACKS_SIGNAL)
+        self.tell(STACKS_PLACE.format(directory=self.children.logs[0].parent))
+
     def _stop_is_overdue(self, since: float) -> bool:
         if self.signals.urgent:
             return True
@@ -155,12 +162,12 @@ class Watch:
 
     def _stopped(self) -> int:
         """The end of a run that was asked to stop and could not do so well."""
-        assert self.signals.stop is not None
+        assert self.signals.received is not None
         self.children.kill()
         self.console.show(whole_lines=False)
-        name = signal.Signals(self.signals.stop).name
+        name = self.signals.received.name
         self.tell(f"fourfold: ended by {name}; what was saved before is good")
-        return 128 + self.signals.stop
+        return 128 + self.signals.received
 
 
 class Silence:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from fourfold.errors import UserError
+from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def torchrun_command(
         "--master-port": port,
         "--max-restarts": max_restarts,
         "--log-dir": log_dir / f"node_{nodes.node_rank}",
+        "--signals-to-handle": ",".join(number.name for number in STOP_SIGNALS),
         "--redirects": "3",
         "--tee": "0:3",
     }
@@ -65,3 +70,9 @@ def torchrun_command(
         del options["--tee"]  # torchrun counts ranks of each machine here
     words = [word for name, value in options.items() for word in (name, str(value))]
     return [sys.executable, "-m", "torch.distributed.run", *words, *program, *command]
+
+
+def become(command: list[str]) -> NoReturn:
+    """Go on as torchrun. It would end at a signal that asks its ranks for their stacks."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+    os.execv(command[0], command)

@@ -19,9 +19,7 @@ from typing import NoReturn, TextIO
 from fourfold import heartbeat
 from fourfold.errors import report
 from fourfold.launch.kernel import die_with_parent
-
-STACKS_SIGNAL = signal.SIGUSR1
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from fourfold.signals import STOP_SIGNALS, answer_with_stacks, forget_answers
 
 
 @dataclass(frozen=True)
@@ -63,28 +61,20 @@ def run_rank(work: Callable[[], None], place: Place) -> NoReturn:
 
 def _take(place: Place) -> None:
     die_with_parent(place.supervisor)
-    _reset_signals()
+    forget_answers()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _redirect_output(place.log)
     os.environ.update(place.environment())
     heartbeat.attach(place.board, place.rank)
     heartbeat.beat(0, "start")
     faulthandler.enable(sys.stderr)
-    faulthandler.register(STACKS_SIGNAL, sys.stderr, all_threads=True)
+    answer_with_stacks()
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
         from fourfold.tokenizer import num_processors
 
         torch.set_num_threads(max(1, num_processors() // place.nproc))
-
-
-def _reset_signals() -> None:
-    """The supervisor's answers to signals are not ours; until the work sets its own, we end."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _redirect_output(log: Path) -> None:

@@ -15,6 +15,7 @@ from fourfold.data import Batch
 from fourfold.engine import Engine
 from fourfold.errors import ConfigError, UserError
 from fourfold.metrics import read_jsonl
+from fourfold.signals import STOP_SIGNALS, StopRequest
 
 LONG = "Engine.max_steps=100000"
 
@@ -31,11 +32,12 @@ def when_step_reached(engine: Engine, step: int, act: object) -> None:
     engine.runner.run = spied  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_finishes_the_step_saves_and_exits_well(
     number: signal.Signals, configure: Configure, tmp_path: Path
 ) -> None:
     def work() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         engine = Engine(configure("run", LONG))
         when_step_reached(engine, 5, lambda: os.kill(os.getpid(), number))
         engine.fit()
@@ -45,6 +47,43 @@ def test_a_signal_finishes_the_step_saves_and_exits_well(
     assert newest.name == "step_5"
     texts = [r.get("text", "") for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert any(number.name in text and "saved" in text for text in texts)
+
+
+def test_what_nohup_ignores_stays_ignored(configure: Configure) -> None:
+    config = configure("run", "Engine.max_steps=4")
+
+    def work() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        engine = Engine(config)
+        when_step_reached(engine, 2, lambda: os.kill(os.getpid(), signal.SIGHUP))
+        engine.fit()
+        assert engine.step == 4
+
+    assert exit_status(start_child(work)) == 0
+
+
+def test_a_second_interrupt_ends_at_once(configure: Configure, tmp_path: Path) -> None:
+    def work() -> None:
+        engine = Engine(configure("run", LONG))
+
+        def interrupt() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        when_step_reached(engine, 3, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.fit()
+
+    assert exit_status(start_child(work)) == 0
+    assert checkpoint.candidates(tmp_path / "run")[0].name == "step_2"
+
+
+def test_one_rank_looks_for_the_stop_file(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    assert StopRequest(tmp_path, watches_file=False).reason() is None
+    assert (tmp_path / "STOP").exists()
+    assert StopRequest(tmp_path).reason() == f"the file {tmp_path / 'STOP'}"
+    assert not (tmp_path / "STOP").exists()
 
 
 def test_a_stop_file_stops_once(configure: Configure, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,7 +102,9 @@ def test_torchrun_gets_every_option_and_the_same_command(tmp_path: Path) -> None
         *[sys.executable, "-m", "torch.distributed.run"],
         *["--nnodes", "4", "--node-rank", "0", "--nproc-per-node", "8"],
         *["--master-addr", "node0", "--master-port", "29500", "--max-restarts", "2"],
-        *["--log-dir", str(tmp_path / "node_0"), "--redirects", "3", "--tee", "0:3"],
+        *["--log-dir", str(tmp_path / "node_0")],
+        *["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2"],
+        *["--redirects", "3", "--tee", "0:3"],
         *["-m", "fourfold", "train", "-c", "a.yaml", "-o", "Engine.max_steps=3"],
     ]
     others = torchrun_command(Nodes(4, 3, "[fe80::1]:29500"), 8, 0, tmp_path, command)
@@ -137,14 +141,35 @@ def test_a_user_error_of_all_processes_is_shown_once(tiny: Path) -> None:
     assert result.stderr.count("nowhere") == 1 and "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
-def test_torchrun_trains(tiny: Path) -> None:
+def one_node() -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{probe.getsockname()[1]}"
-    words = ["--nnodes", "1", "--node-rank", "0", "--master", master, "--nproc", "2"]
-    result = train("-c", str(tiny), *words, "-o", "Engine.max_steps=2")
+    return ["--nnodes", "1", "--node-rank", "0", "--master", master, "--nproc", "2"]
+
+
+@pytest.mark.slow
+def test_torchrun_trains(tiny: Path) -> None:
+    result = train("-c", str(tiny), *one_node(), "-o", "Engine.max_steps=2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "global step 2," in result.stdout and "global step 3," not in result.stdout
     logs = list((tiny.parent / "run" / "logs" / "node_0").rglob("*.log"))
     assert len(logs) == 4, "standard output and error of each rank"
+
+
+@pytest.mark.slow
+def test_torchrun_passes_a_stop_on(tiny: Path) -> None:
+    """Also one by a signal that it does not heed of itself; what asks for stacks leaves it be."""
+    console = tiny.parent / "console"
+    words = ["train", "-c", str(tiny), *one_node(), "-o", "Engine.max_steps=100000"]
+    with console.open("w") as output:
+        command = subprocess.Popen([sys.executable, "-m", "fourfold", *words], stdout=output)
+    for number in (signal.SIGQUIT, signal.SIGUSR1):
+        told = console.read_text().count("global step")
+        while console.read_text().count("global step") < told + 2:
+            assert command.poll() is None
+            time.sleep(0.05)
+        command.send_signal(number)
+    command.wait(60)
+    assert "stopped by SIGUSR1" in console.read_text()
+    assert (tiny.parent / "run" / "latest").exists()

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from supervised import eventually, exit_status, is_gone, rank, start_supervisor
+
+from fourfold.signals import STOP_SIGNALS
 
 
 def announced(directory: Path, nproc: int) -> bool:
@@ -21,7 +23,15 @@ def announce(directory: Path) -> None:
     (directory / f"ready_{rank()}").touch()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture(autouse=True)
+def without_nohup() -> Iterator[None]:
+    """The tests may themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_ranks_that_stop_well_make_the_run_end_well(number: int, tmp_path: Path) -> None:
     def work() -> None:
         asked: list[int] = []
@@ -39,10 +49,8 @@ def test_ranks_that_stop_well_make_the_run_end_well(number: int, tmp_path: Path)
     assert (tmp_path / "told").read_text() == ""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_ranks_that_know_no_better_end_by_the_signal(
-    number: int, code: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_ranks_that_know_no_better_end_by_the_signal(number: int, tmp_path: Path) -> None:
     def work() -> None:
         announce(tmp_path)
         time.sleep(1000)
@@ -50,10 +58,49 @@ def test_ranks_that_know_no_better_end_by_the_signal(
     supervisor = start_supervisor(work, 2, tmp_path)
     assert eventually(lambda: announced(tmp_path, 2))
     os.kill(supervisor, number)
-    assert exit_status(supervisor) == code
+    assert exit_status(supervisor) == 128 + number
     told = (tmp_path / "told").read_text()
     assert f"ended by {signal.Signals(number).name}" in told
     assert not (tmp_path / "attempt_1").exists(), "a stop is no reason to restart"
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def work() -> None:
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        announce(tmp_path)
+        while not (tmp_path / "enough").exists():
+            time.sleep(0.01)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGHUP)
+    time.sleep(0.3)
+    (tmp_path / "enough").touch()
+    assert exit_status(supervisor) == 0
+
+
+def test_stacks_are_written_on_request_and_the_run_goes_on(tmp_path: Path) -> None:
+    def a_long_step() -> None:
+        while not (tmp_path / "enough").exists():
+            time.sleep(0.01)
+
+    def work() -> None:
+        announce(tmp_path)
+        a_long_step()
+
+    def stacks() -> int:
+        logs = (tmp_path / "attempt_0").glob("rank_*.log")
+        return sum("in a_long_step" in log.read_text() for log in logs)
+
+    supervisor = start_supervisor(work, 2, tmp_path)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGQUIT)
+    assert eventually(lambda: stacks() == 2)
+    (tmp_path / "enough").touch()
+    assert exit_status(supervisor) == 0
+    assert f"in the logs in {tmp_path / 'attempt_0'}" in (tmp_path / "told").read_text()
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:

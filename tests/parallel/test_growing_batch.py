@@ -12,8 +12,8 @@ from traces import relative
 
 from fourfold import checkpoint
 from fourfold.engine import Engine
-from fourfold.engine.stop import STOP_FILE
 from fourfold.optim import build_schedule
+from fourfold.signals import STOP_FILE
 
 BATCHES = [4, 4, 8, 12, 16, 16]
 GROWING = (

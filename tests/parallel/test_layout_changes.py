@@ -15,7 +15,7 @@ from traces import relative
 
 from fourfold import checkpoint
 from fourfold.engine import Engine
-from fourfold.engine.stop import STOP_FILE
+from fourfold.signals import STOP_FILE
 
 slow = pytest.mark.slow
 STEPS = 6

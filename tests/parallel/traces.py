@@ -16,9 +16,9 @@ from tiny_run import TINY
 from fourfold.config import Config, load_config
 from fourfold.config.pace import Pace
 from fourfold.engine import Engine, saving
-from fourfold.engine.stop import StopRequest
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.pieces import local
+from fourfold.signals import StopRequest
 
 STEPS = 5
 SAVED_STEP = 3
