@@ -21,6 +21,7 @@ from fourfold.parallel import Precision, Runner, parallelize
 from fourfold.parallel.graph import compile_layers
 from fourfold.parallel.precision import unmet_list_entries
 from fourfold.parallel.recompute import apply_recompute
+from fourfold.parallel.runner import sum_of_squares
 
 SHAPE = ModelShape(
     vocab_size=96,
@@ -110,6 +111,17 @@ def test_static_graph_computes_the_same() -> None:
     assert other_loss == pytest.approx(loss, abs=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_norm_of_a_large_tensor_is_that_of_its_shards() -> None:
+    """An embedding of forty million elements, as one process and as each of eight ranks has it."""
+    whole = torch.randn(5000, 8000, generator=torch.Generator().manual_seed(0))
+    exact = float(whole.double().square().sum())
+    assert sum_of_squares([whole]) == pytest.approx(exact, rel=1e-6)
+    assert sum(sum_of_squares([shard]) for shard in whole.chunk(8)) == pytest.approx(
+        sum_of_squares([whole]), rel=1e-6
+    )
+    assert sum_of_squares([whole[:0]]) == 0.0
 
 
 def run_static(tmp_path, granularity: str | None) -> tuple[float, torch.Tensor]:
