@@ -49,7 +49,7 @@ def beam_search(
     beams, ended = [Beam((), 0.0)], list[Beam]()
     while True:
         logits = logits[:, :vocab_size]  # (beams, V)
-        check_finite(logits)
+        check_finite(logits, network)
         extensions = _extensions(beams, logits, prompt, options, eos_id)
         last = len(beams[0].ids) + 1 == options.max_dec_len
         going_on = []

@@ -3,6 +3,7 @@
     read(prompts)      takes in whole prompts, a new row for each         -> logits (new rows, V)
     advance(tokens)    takes in one more token of every row               -> logits (rows, V)
     arrange(rows)      row i becomes a copy of row rows[i]; the rest are forgotten
+    wipe(rows)         zeros in place of what these rows stored
 
 Logits are those after the last token of a row, in float32. The cache is allocated once, by
 `reserve`; a row's place in it is its number, so rows stay dense and attention reads it as it lies.
@@ -40,6 +41,8 @@ class Network(Protocol):
     def advance(self, tokens: Sequence[int]) -> Tensor: ...
 
     def arrange(self, rows: Sequence[int]) -> None: ...
+
+    def wipe(self, rows: Sequence[int]) -> None: ...
 
 
 class Decoder:
@@ -87,9 +90,10 @@ class Decoder:
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         tokens = torch.tensor(padded, device=self.device)  # (N, T)
         rows = slice(first, first + len(prompts))
-        attends = {number: cache.reader(rows) for number, cache in self._caches.items()}
         positions = torch.arange(width, device=self.device)
         ends = torch.tensor(lengths, device=self.device) - 1
+        padding = None if min(lengths) == width else positions > ends.unsqueeze(1)  # (N, T)
+        attends = {number: cache.reader(rows, padding) for number, cache in self._caches.items()}
         logits = self._run(tokens, positions, attends, ends)
         self.lengths += lengths
         return logits
@@ -98,7 +102,7 @@ class Decoder:
     def advance(self, tokens: Sequence[int]) -> Tensor:
         assert len(tokens) == len(self.lengths), (len(tokens), len(self.lengths))
         assert max(self.lengths) < self._positions, (self.lengths, self._positions)
-        place = Place.of(self.lengths, self.device)
+        place = Place.of(self.lengths, self._like)
         attends = {number: cache.writer(place) for number, cache in self._caches.items()}
         inputs = torch.tensor(tokens, device=self.device).unsqueeze(1)  # (N, 1)
         logits = self._run(inputs, place.positions, attends, torch.zeros_like(inputs[:, 0]))
@@ -118,6 +122,12 @@ class Decoder:
         for cache in self._caches.values():
             for stored in (cache.keys, cache.values):
                 stored[targets, :, :width] = stored[sources, :, :width]
+
+    @torch.inference_mode()
+    def wipe(self, rows: Sequence[int]) -> None:
+        """For rows that are not finite: whoever has their places next would inherit that."""
+        for cache in self._caches.values():
+            cache.keys[list(rows)] = cache.values[list(rows)] = 0.0
 
     def _run(
         self, tokens: Tensor, positions: Tensor, attends: Mapping[str, Attend], ends: Tensor
@@ -141,13 +151,15 @@ class Place:
         self.mask = mask  # (N, 1, 1, T), where they are not
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Place:
+    def of(cls, lengths: Sequence[int], like: Tensor) -> Place:
+        """With a mask of the type of `like`: kernels on GPUs want that of the queries."""
+        device = like.device
         positions = torch.tensor(lengths, device=device).unsqueeze(1)  # (N, 1)
         longest = max(lengths)
         if min(lengths) == longest:
             return cls(positions, longest + 1, longest, None)
         columns = torch.arange(longest + 1, device=device)
-        mask = torch.zeros(len(lengths), longest + 1, device=device)
+        mask = like.new_zeros(len(lengths), longest + 1)
         mask.masked_fill_(columns > positions, -torch.inf)
         return cls(positions, longest + 1, None, mask[:, None, None])
 
@@ -158,13 +170,17 @@ class LayerCache:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
 
-    def reader(self, rows: slice) -> Attend:
-        """Attention of prompts to themselves; their keys and values go to the start of `rows`."""
+    def reader(self, rows: slice, padding: Tensor | None) -> Attend:
+        """Attention of prompts to themselves; their keys and values go to the start of `rows`.
+
+        What stands for `padding` (N, T) becomes zeros: nobody checks that it is finite.
+        """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            width = q.shape[2]
-            self.keys[rows, :, :width] = k
-            self.values[rows, :, :width] = v
+            if padding is not None:
+                k, v = (given.masked_fill(padding[:, None, :, None], 0) for given in (k, v))
+            self.keys[rows, :, : q.shape[2]] = k
+            self.values[rows, :, : q.shape[2]] = v
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         return attend

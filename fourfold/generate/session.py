@@ -124,7 +124,7 @@ class Session:
             tokens += self._choose(self._running, logits)
             self._forget_finished()
         if group := self._next_group():
-            tokens += self._choose(group, self._read(group))
+            tokens += self._choose(group, self._read(group), first_row=len(self._running))
             self._running += group
             self._forget_finished()
         return tokens
@@ -173,9 +173,9 @@ class Session:
 
     # -- tokens -----------------------------------------------------------------------------
 
-    def _choose(self, sequences: list[Running], logits: Tensor) -> list[Token]:
+    def _choose(self, sequences: list[Running], logits: Tensor, first_row: int = 0) -> list[Token]:
         logits = logits[:, : self._vocab_size]  # (N, V)
-        check_finite(logits)
+        check_finite(logits, self.network, first_row)
         model_logits = logits
         if any(_changes_logits(sequence, self._eos_id) for sequence in sequences):
             logits = torch.stack(
@@ -250,8 +250,12 @@ def check_prompt(
         )
 
 
-def check_finite(logits: Tensor) -> None:
-    if not bool(logits.amax(dim=-1).isfinite().all()):
+def check_finite(logits: Tensor, network: Network, first_row: int = 0) -> None:
+    """Refuse logits that are no numbers; the rows of the network they come from, of which the
+    first is `first_row`, are wiped."""
+    finite = logits.amax(dim=-1).isfinite()
+    if not bool(finite.all()):
+        network.wipe([first_row + row for row in (~finite).nonzero()[:, 0].tolist()])
         raise UserError(
             "the model's logits are not finite, so no token can be chosen; the checkpoint is "
             "damaged or its training diverged"

@@ -44,6 +44,9 @@ class Recomputing:
     def arrange(self, rows: Sequence[int]) -> None:
         self.rows = [list(self.rows[row]) for row in rows]
 
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Nothing is stored."""
+
     def _run(self, rows: list[list[int]]) -> Tensor:
         self.windows += [list(row) for row in rows]
         with torch.no_grad():

@@ -296,3 +296,31 @@ def test_prompt_and_continuation_may_fill_the_last_position() -> None:
 def test_a_diverged_model_is_said(value: float) -> None:
     with pytest.raises(UserError, match="logits are not finite"):
         greedy(lambda tokens: torch.full((*tokens.shape, VOCAB), value), [1])
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]])
+def test_a_sequence_that_overflows_leaves_nothing_to_those_after_it(prompt: list[int]) -> None:
+    """While it writes or while its prompt is read: its slot is as good as new."""
+    network, healthy = small_decoder(), [[20, 21], [22, 23, 24, 25]]
+    options = Options(max_dec_len=8, decode_strategy="greedy_search")
+    expected = ids_of(generate(small_decoder(), healthy, options, eos_id=None))
+    positions = network.model.embeddings.position.weight
+    kept = positions[9].clone()
+    positions[9] = float("nan")
+    with pytest.raises(UserError, match="logits are not finite"):
+        generate(network, [prompt, [30, 31]], options, eos_id=None)
+    positions[9] = kept
+    assert ids_of(generate(network, healthy, options, eos_id=None)) == expected
+
+
+def test_what_a_prompt_is_padded_with_may_overflow() -> None:
+    """The padding of the shorter prompt is computed too, and then never looked at."""
+    network, prompts = small_decoder(), [[20, 21], [22, 23, 24, 25]]
+    options = Options(max_dec_len=6, decode_strategy="greedy_search")
+    expected = ids_of(generate(network, prompts, options, eos_id=None))
+
+    def overflow(module: object, given: tuple[Tensor], found: Tensor) -> Tensor:
+        return found.masked_fill((given[0] == 0).unsqueeze(-1), float("inf"))
+
+    network.model.embeddings.word.register_forward_hook(overflow)
+    assert ids_of(generate(network, prompts, options, eos_id=None)) == expected

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import small_model
 
 from fourfold.errors import UserError
-from fourfold.generate import Decoder, Options, generate
-from fourfold.generate.weights import FORMATS, HalfLinear, Int8Linear
+from fourfold.generate import Decoder, Options, decoder, generate
+from fourfold.generate.weights import FORMATS, HalfLinear, Int8Linear, _cast
 
 PROMPTS = [[5], list(range(20, 60)), [5, 6, 7], [150] * 17]
 
@@ -18,10 +19,10 @@ PROMPTS = [[5], list(range(20, 60)), [5, 6, 7], [150] * 17]
 ALLOWED = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2, "int8": 8e-2}
 
 
-def logits_after(decoder: Decoder) -> torch.Tensor:
-    decoder.reserve(len(PROMPTS), 48)
-    first = decoder.read(PROMPTS)
-    return torch.stack([first, decoder.advance([1, 2, 3, 4])])
+def logits_after(network: Decoder) -> torch.Tensor:
+    network.reserve(len(PROMPTS), 48)
+    first = network.read(PROMPTS)
+    return torch.stack([first, network.advance([1, 2, 3, 4])])
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -44,10 +45,33 @@ def test_logits_stay_close_to_the_models(weights: Any) -> None:
 @pytest.mark.parametrize("weights", FORMATS)
 def test_a_batch_gives_what_each_prompt_gives_alone(weights: Any) -> None:
     options = Options(max_dec_len=8, top_k=40, seed=2)
-    decoder = Decoder(small_model(), weights)
-    together = [one.ids for [one] in generate(decoder, PROMPTS, options, eos_id=None)]
-    alone = [generate(decoder, [prompt], options, eos_id=None)[0][0].ids for prompt in PROMPTS]
+    network = Decoder(small_model(), weights)
+    together = [one.ids for [one] in generate(network, PROMPTS, options, eos_id=None)]
+    alone = [generate(network, [prompt], options, eos_id=None)[0][0].ids for prompt in PROMPTS]
     assert together == alone
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "float16"])
+def test_on_a_gpu_the_mask_is_of_the_type_of_the_queries(
+    weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's kernels demand. The model is cast as for a GPU, on a processor."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(decoder, "set_format", lambda model, to: _cast(model, to, cpu))
+    attend, masks = F.scaled_dot_product_attention, []
+
+    def spied(q: torch.Tensor, *given: torch.Tensor, **named: Any) -> torch.Tensor:
+        if (mask := named.get("attn_mask")) is not None:
+            masks.append(mask)
+            assert mask.dtype == q.dtype == getattr(torch, weights)
+        return attend(q, *given, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    cast = logits_after(Decoder(small_model(), weights))
+    assert masks, "rows of different lengths need a mask"
+    monkeypatch.undo()
+    expected = logits_after(Decoder(small_model()))
+    assert float((cast - expected).norm() / expected.norm()) < 2 * ALLOWED["bfloat16"]
 
 
 def test_int8_sums_do_not_depend_on_the_batch() -> None:
