@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.cli.options import ConfigFile, Overrides, check_writable
 
 
 def evaluate(
@@ -25,9 +25,11 @@ def evaluate(
     from fourfold.evaluate import evaluate
 
     resolved = load_config(config, override or [])
+    if output is not None:
+        check_writable(output, "--output", makes_parents=True)
     result = evaluate(resolved, on_notice=lambda text: print(text, file=sys.stderr))
     content = json.dumps(result.to_dict(), indent=2)
+    # First what cannot fail: a disk may fill while the model is measured.
+    print(content if as_json else result.table(), flush=True)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(content + "\n", encoding="utf-8")
-    print(content if as_json else result.table())

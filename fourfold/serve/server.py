@@ -104,9 +104,10 @@ def make_server(service: Service) -> uvicorn.Server:
 
 
 def check_servable(config: Config) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(
-            "serve is one process and was started as several; start it without torchrun"
+            f"serve is one process, and WORLD_SIZE={size} in its environment says otherwise; start "
+            "it without torchrun, or unset WORLD_SIZE"
         )
     if config.Generation.decode_strategy == "beam_search":
         raise UserError(

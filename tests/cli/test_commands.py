@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from fourfold import __version__
+from fourfold.cli import main
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt"
 PARALLEL = CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml"
 
 
-def fourfold(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def fourfold(
+    *words: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fourfold", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+    given = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=given)
 
 
 def test_help_lists_the_verbs_without_importing_torch() -> None:
@@ -27,6 +38,106 @@ def test_help_lists_the_verbs_without_importing_torch() -> None:
         "assert not {'torch', 'numpy', 'pydantic', 'yaml'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version_names_what_a_report_needs() -> None:
+    said = fourfold("--version").stdout
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert said == f"fourfold {__version__} (torch {version('torch')}, Python {python})\n"
+
+
+def test_shells_can_complete_verbs_and_options() -> None:
+    shown = fourfold("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "complete -o default -F" in shown.stdout
+    for words, place, expected in (
+        ("fourfold pl", "1", "plan"),
+        ("fourfold plan --ex", "2", "--explain"),
+    ):
+        code = "from fourfold.cli import app; app(prog_name='fourfold')"
+        asked = {"_FOURFOLD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked
+        )
+        assert expected in result.stdout.split(), result
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m fourfold config schema | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "{\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--cluster", "8xA100", "--emit", "none/x.yaml"], "--emit none/x.yaml cannot"),
+        (["plan", "--cluster", "8xA100", "--plot", "none/x.png"], "--plot none/x.png cannot"),
+        (["evaluate", "--output", "/proc/nope.json"], "--output /proc/nope.json cannot"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end(*words, "-c", str(CONFIGS / "quickstart.yaml")) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and said in told.err
+
+
+def test_an_evaluation_is_shown_even_if_its_file_fails_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+
+    def measure(*_: object, **__: object) -> SimpleNamespace:
+        out.mkdir()  # meanwhile
+        return SimpleNamespace(to_dict=dict, table=lambda: "loss 1.5")
+
+    monkeypatch.setattr("fourfold.evaluate.evaluate", measure)
+    file = str(CONFIGS / "quickstart.yaml")
+    assert end("evaluate", "-c", file, "--output", str(out)) == 2
+    told = capsys.readouterr()
+    assert told.out == "loss 1.5\n" and f"{out}: Is a directory" in told.err
+
+
+def end(*words: str) -> object:
+    """The exit code of the command, run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return ended.value.code
+
+
+def test_a_path_of_the_users_that_fails_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a verb did not foresee; a path that is not theirs is a fault of ours."""
+
+    def fail(path: str) -> Callable[..., None]:
+        def load(*_: object) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+
+        return load
+
+    def check(*words: str, path: str) -> object:
+        monkeypatch.setattr("fourfold.config.load_config", fail(path))
+        return end("config", "check", *words)
+
+    assert check("-c", "/mnt/a.yaml", path="/mnt/a.yaml") == 2
+    assert capsys.readouterr().err == (
+        "fourfold: /mnt/a.yaml: Read-only file system; check the path and its permissions\n"
+    )
+    assert check("-c", "a.yaml", "-o", "Global.tokenizer=/mnt/b", path="/mnt/b/vocab.json") == 2
+    with pytest.raises(OSError, match="Read-only"):
+        check("-c", "a.yaml", path="/usr/lib/python3/module.py")
+
+
+@pytest.mark.parametrize("size", ["abc", "2"])
+def test_serve_refuses_an_environment_of_several(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert end("serve", "-c", str(CONFIGS / "quickstart.yaml")) == 2
+    assert f"WORLD_SIZE={size}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda file: file.stem)
