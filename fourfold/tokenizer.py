@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _MARKED_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 _CUT, _END = "\x00", "\x01"  # within a text, and after each
 
 SLICE_CHARACTERS = 1 << 20
+_ONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece's vocabularies name them
 _BEFORE_SPACE = re.compile(r"\S(?= \S)")
 
 # The characters `\s` stands for; the last entry stands for all characters beyond.
@@ -162,6 +164,35 @@ class Tokenizer:
         is_end = ids == end_id
         lengths = np.diff(np.flatnonzero(is_end), prepend=-1) - 1
         return ids[~is_end], lengths
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of text each id stands for: none for a special token or an unused id."""
+        decoder = json.loads(self._file.to_str())["decoder"]
+        is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        added = {str(one.content) for one in self._file.get_added_tokens_decoder().values()}
+        vocab = self._file.get_vocab(with_added_tokens=True)
+        around = min(
+            token_id
+            for token, token_id in vocab.items()
+            if token not in added and not _ONE_BYTE.fullmatch(token)
+        )
+        without = len(self._file.decode([around, around]).encode())
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, token_id in vocab.items():
+            if token in self._specials:
+                continue
+            if token in added:
+                lengths[token_id] = len(token.encode())
+            elif is_byte_level:
+                lengths[token_id] = len(token)  # each character stands for one byte
+            elif _ONE_BYTE.fullmatch(token):
+                lengths[token_id] = 1
+            else:
+                # Between two others, since a blank at the beginning of a text is left out.
+                text = self._file.decode([around, token_id, around])
+                lengths[token_id] = len(text.encode()) - without
+        return lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def problem_with(words: list[str], place: Path) -> str | None:
         targets = [word for word in words[1:] if not re.search("=|^-", word)]
         unknown = [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)]
         return f"the Makefile has no target {unknown}" if unknown else None
+    if words[:2] == ["python", "-m"] and words[2].startswith("fourfold."):
+        return None if find_spec(words[2]) else f"no module {words[2]}"
     if "fourfold" in words:
         return problem_with_options(words[words.index("fourfold") + 1 :])
     return None if words[0] in OTHERS else f"is {words[0]!r} a command?"

@@ -328,6 +328,38 @@ def test_ordinary_added_tokens_are_honoured(tmp_path: Path) -> None:
     assert_encodes_like(tokenizer, file, ["x<code>y"])
 
 
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    other = byte_level_file([("a", "b"), ("Ġ", "ab")], ["ab", "Ġab"])
+    other.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    other.add_tokens([AddedToken("é☃", normalized=False)])
+    pieces = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    pieces |= {"▁": 257, "▁the": 258, "cat": 259, "é": 260}
+    sentences = TokenizerFile(
+        models.Unigram([(piece, -float(number)) for piece, number in pieces.items()], 0, True)
+    )
+    sentences.pre_tokenizer = pre_tokenizers.Metaspace()
+    sentences.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    for file in (other, sentences):
+        file.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    found = [tokenizer, load_file(other, tmp_path), load_file(sentences, tmp_path)]
+    for text in (" the cat é☃ 北京 123", " é the\tthe catcat\n", "é☃é☃"):
+        for one in found:
+            ids = one.encode(text)
+            written = len(one.decode(ids).encode())
+            blank = 0 if one is not found[2] else 1  # which begins every text, and is not shown
+            assert one.token_bytes[ids].sum() == written + blank, text
+    assert all(one.token_bytes[one.eos_id] == 0 for one in found)
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
     file = byte_level_file([("a", "b")], ["ab"])
     file.enable_truncation(max_length=3)

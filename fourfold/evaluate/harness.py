@@ -1,4 +1,4 @@
-"""EleutherAI's `lm_eval` on a Fourfold checkpoint.
+"""EleutherAI's `lm_eval` on a Fourfold checkpoint, from Python or with the harness's own command.
 
     from lm_eval import simple_evaluate
     from fourfold.evaluate.harness import harness_model
@@ -6,24 +6,29 @@
     model = harness_model(load_config("config.yaml"))
     simple_evaluate(model=model, tasks=["lambada_openai"])
 
-`lm_eval` is not a dependency: it is imported by `harness_model`, which needs it for the base class
-its models must have. What the model answers is in `Answers`, which knows nothing of it.
+    python -m fourfold.evaluate.harness --model fourfold --model_args config=config.yaml ...
+
+`lm_eval` is not a dependency: it is imported where it is needed, for the base class its models must
+have and for its command. What the model answers is in `Answers`, which knows nothing of it.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.config import Config
-from fourfold.errors import UserError
+from fourfold.config import Config, load_config
+from fourfold.errors import UserError, report
 from fourfold.evaluate.scoring import Question, Scorer
 from fourfold.generate import Decoder, Options, complete
 from fourfold.generate.loading import load_trained
 from fourfold.tokenizer import Tokenizer
 
-# The harness's own default where a task does not say.
+# The harness's own default where a task does not say, and its names for it, the first first.
 DEFAULT_NEW_TOKENS = 256
+NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class Answers:
@@ -32,6 +37,7 @@ class Answers:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int, seed: int) -> None:
         self._decoder = decoder
         self._tokenizer = tokenizer
+        self._batch_size = batch_size
         self._scorer = Scorer(decoder, batch_size)
         self._seed = seed
 
@@ -44,18 +50,21 @@ class Answers:
         return [(one.total, bool(one.is_best.all())) for one in self._scorer.answer(questions)]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of each text from its first token on, by windows side by side.
+        """Log-probability of each text from its first token on.
 
-        The first token is judged after an end of text, that of a later window after the one
-        before it.
+        The first token is judged after an end of text. Windows lie side by side, each beginning
+        with the last token of the one before it; the last reaches back as far as the model's
+        positions do.
         """
         questions, owners = [], []
-        width = self._scorer.max_tokens
+        positions = self._scorer.max_tokens - 1
         for owner, text in enumerate(texts):
             tokens = [self._tokenizer.eos_id, *self._tokenizer.encode(text)]
-            for start in range(0, len(tokens) - 1, width - 1):
-                window = tokens[start : start + width]
-                questions.append(Question(window, len(window) - 1))
+            for start in range(0, len(tokens) - 1, positions):
+                stop = min(start + positions, len(tokens) - 1)
+                questions.append(
+                    Question(tokens[max(0, stop - positions) : stop + 1], stop - start)
+                )
                 owners.append(owner)
         totals = [0.0] * len(texts)
         for owner, answer in zip(owners, self._scorer.answer(questions)):
@@ -63,8 +72,29 @@ class Answers:
         return totals
 
     def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """Continuations without the stop strings that ended them."""
-        return [self._generate(context, dict(settings)) for context, settings in requests]
+        """Continuations without the stop strings that ended them, written `batch_size` at once."""
+        groups: dict[tuple[Options, tuple[str, ...]], list[tuple[int, list[int]]]]
+        groups = defaultdict(list)
+        for place, (context, settings) in enumerate(requests):
+            options, stop = self._options(dict(settings))
+            ids = self._tokenizer.encode(context) or [self._tokenizer.eos_id]
+            room = self._decoder.max_positions - options.max_dec_len
+            groups[options, stop].append((place, ids[-room:]))
+        texts = [""] * len(requests)
+        for (options, stop), members in groups.items():
+            # Prompts of similar length are read together, the longest first.
+            members.sort(key=lambda member: -len(member[1]))
+            written = complete(
+                self._decoder,
+                self._tokenizer,
+                [ids for _, ids in members],
+                options,
+                stop=stop,
+                max_slots=self._batch_size,
+            )
+            for (place, _), [result] in zip(members, written):
+                texts[place] = result.text
+        return texts
 
     def _question(self, context: str, continuation: str) -> Question:
         # Blanks belong to the word after them, which is how the tokenizer learned it.
@@ -81,52 +111,111 @@ class Answers:
             )
         return Question(tokens[-self._scorer.max_tokens :], len(target))
 
-    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+    def _options(self, settings: dict[str, Any]) -> tuple[Options, tuple[str, ...]]:
+        """What the harness calls generation settings, and the strings that end a text."""
         until = settings.pop("until", None) or []
-        stop = [until] if isinstance(until, str) else [text for text in until if text]
-        new_tokens = int(settings.pop("max_gen_toks", DEFAULT_NEW_TOKENS))
+        stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
+        lengths = [settings.pop(name, None) for name in NEW_TOKENS]
+        new_tokens = next((int(one) for one in lengths if one is not None), DEFAULT_NEW_TOKENS)
         temperature = float(settings.pop("temperature", 0.0))
         sampled = bool(settings.pop("do_sample", temperature > 0.0)) and temperature > 0.0
         top = {name: settings.pop(name) for name in ("top_k", "top_p") if name in settings}
         if settings:
             raise UserError(f"generation settings {sorted(settings)} are not known here")
-        positions = self._decoder.max_positions
-        new_tokens = min(new_tokens, positions - 1)
         options = Options(
-            max_dec_len=new_tokens,
+            max_dec_len=min(new_tokens, self._decoder.max_positions - 1),
             min_dec_len=0,
             decode_strategy="sampling" if sampled else "greedy_search",
             seed=self._seed,
             **(top | {"temperature": temperature} if sampled else {}),
         )
-        ids = self._tokenizer.encode(context) or [self._tokenizer.eos_id]
-        ids = ids[-(positions - new_tokens) :]
-        [[result]] = complete(self._decoder, self._tokenizer, [ids], options, stop=stop)
-        return result.text
+        return options, stop
+
+
+def answers_of(config: Config) -> Answers:
+    """For the checkpoint of a configuration, as its `Eval` section says."""
+    trained = load_trained(config, lambda text: print(text, file=sys.stderr), config.Eval.ckpt_dir)
+    decoder = Decoder(trained.model, config.Inference.weights)
+    return Answers(decoder, trained.tokenizer, config.Eval.batch_size, config.Global.seed)
 
 
 def harness_model(config: Config) -> Any:
     """An `lm_eval.api.model.LM` for the checkpoint of a configuration."""
+    return _model_class()(config)
+
+
+def _model_class() -> Any:
     try:
         from lm_eval.api.model import LM
     except ImportError:
         raise UserError(
             "lm_eval is not installed; pip install lm_eval, best in an environment of its own"
         ) from None
-    trained = load_trained(config, print, config.Eval.ckpt_dir)
-    decoder = Decoder(trained.model, config.Inference.weights)
-    answers = Answers(decoder, trained.tokenizer, config.Eval.batch_size, config.Global.seed)
 
     class FourfoldLM(LM):  # type: ignore[misc]
         """Requests in, answers in the same order out; `args` of a request are its strings."""
 
+        def __init__(self, config: Config | str, **given: Any) -> None:
+            """`given` is what the harness's command was: its own options, and --model_args, of
+            which those with a dot are configuration keys."""
+            super().__init__()
+            if isinstance(config, str):
+                config = load_config(config, _overrides(given))
+            self._answers = answers_of(config)
+
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            return answers.loglikelihood([request.args for request in requests])
+            return self._answers.loglikelihood([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            return answers.loglikelihood_rolling([request.args[0] for request in requests])
+            return self._answers.loglikelihood_rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            return answers.generate_until([request.args for request in requests])
+            return self._answers.generate_until([request.args for request in requests])
 
-    return FourfoldLM()
+    return FourfoldLM
+
+
+def _overrides(given: dict[str, Any]) -> list[str]:
+    """The harness's --batch_size and --device, and keys by their own names, as `key=value`."""
+    given = {name: value for name, value in given.items() if value is not None}
+    batch_size, device = given.pop("batch_size", None), given.pop("device", None)
+    unknown = sorted(name for name in given if "." not in name)
+    if unknown:
+        raise UserError(
+            f"--model_args {', '.join(unknown)}: not known here; give config=FILE and "
+            "configuration keys such as Eval.ckpt_dir=DIR"
+        )
+    if batch_size is not None and not str(batch_size).isdecimal():
+        raise UserError(f"--batch_size {batch_size}: give a number of texts")
+    overrides = [f"{name}={value}" for name, value in given.items()]
+    if batch_size is not None:
+        overrides.append(f"Eval.batch_size={batch_size}")
+    if device is not None:
+        overrides.append(f"Global.device={_device(str(device))}")
+    return overrides
+
+
+def _device(asked: str) -> str:
+    # What the harness says where nothing was asked for; it too takes the CPU without a GPU.
+    if asked in ("cuda", "cuda:0"):
+        return "auto"
+    if asked.startswith("cuda:"):
+        raise UserError(f"--device {asked}: choose a GPU with CUDA_VISIBLE_DEVICES instead")
+    return asked
+
+
+def main() -> None:
+    """The harness's own command, which then knows `--model fourfold`."""
+    try:
+        model = _model_class()
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import register_model
+
+        register_model("fourfold")(model)
+        cli_evaluate()
+    except UserError as error:
+        sys.exit(report(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,14 +3,19 @@
 Windows of `seq_len` inputs begin every `stride` tokens. The first counts whole; of each later one
 only the last `stride` predictions count, which no window before it made, so every token but the
 first is counted once and all but the first few after at least `seq_len - stride` others.
+
+The tokens come as pieces of any length and are held no longer than a window needs them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee
+
+import numpy as np
 
 from fourfold.errors import DataError
 from fourfold.evaluate.scoring import Question, Scorer
@@ -18,52 +23,94 @@ from fourfold.evaluate.scoring import Question, Scorer
 
 @dataclass(frozen=True)
 class Loss:
-    """Total loss in nats over the tokens that count."""
+    """Total loss in nats over the tokens that count, and how many bytes of text those are."""
 
     total: float
     tokens: int
+    num_bytes: int | None = None
 
-    def mean(self, over: int | None = None) -> float:
-        return self.total / max(self.tokens if over is None else over, 1)
+    @property
+    def mean(self) -> float:
+        return self.total / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """In terms of the bytes that were predicted, and no others."""
+        assert self.num_bytes is not None
+        return self.total / math.log(2) / max(self.num_bytes, 1)
 
 
-def bits_per_byte(total_loss: float, num_bytes: int) -> float:
-    return total_loss / math.log(2) / max(num_bytes, 1)
-
-
-def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Start, stop, and how many of the last tokens count, of each window."""
+def windows(
+    pieces: Iterable[Sequence[int] | np.ndarray], seq_len: int, stride: int
+) -> Iterator[Question]:
+    """The windows over all pieces laid end to end, each asked about the tokens it counts."""
     assert 1 <= stride <= seq_len, (stride, seq_len)
-    counted = 0  # predictions so far; the last token to predict is number num_tokens - 1
-    for start in range(0, num_tokens - 1, stride):
-        stop = min(start + seq_len + 1, num_tokens)
-        if stop - 1 > counted:
-            yield start, stop, stop - 1 - counted
-            counted = stop - 1
+    source = iter(pieces)
+    held = np.empty(0, np.int64)
+    seen = 1  # tokens at the beginning of `held` that are counted, or can have no prediction
+    while True:
+        held, ended = _filled(held, source, seq_len + 2)
+        window = held[: seq_len + 1]
+        if len(window) > seen:
+            yield Question(window, len(window) - seen)
+            seen = len(window)
+        if ended and len(held) <= seq_len + 1:
+            return
+        held, seen = held[stride:], seen - stride
+
+
+def _filled(
+    held: np.ndarray, source: Iterator[Sequence[int] | np.ndarray], tokens: int
+) -> tuple[np.ndarray, bool]:
+    """`held` with enough pieces behind it to have so many `tokens`; whether there were no more."""
+    parts, found = [held], len(held)
+    while found < tokens:
+        piece = next(source, None)
+        if piece is None:
+            return np.concatenate(parts), True
+        parts.append(np.asarray(piece, np.int64))
+        found += len(piece)
+    return np.concatenate(parts) if len(parts) > 1 else held, False
 
 
 def measure_loss(
     scorer: Scorer,
-    tokens: Sequence[int],
+    pieces: Iterable[Sequence[int] | np.ndarray],
     seq_len: int,
     stride: int,
+    *,
     ignored_input: int | None = None,
+    token_bytes: np.ndarray | None = None,
 ) -> Loss:
-    """The loss of `tokens`; what follows `ignored_input` (the end of text) does not count."""
-    if len(tokens) < 2:
+    """The loss of the pieces; what follows `ignored_input` (the end of text) does not count.
+
+    `token_bytes` tells how many bytes of text each id stands for.
+    """
+    questions, asked = tee(windows(pieces, seq_len, stride))
+    total, counted, num_bytes = 0.0, 0, 0
+    for question, answer in zip(asked, scorer.answer(questions)):
+        tokens = np.asarray(question.tokens)
+        labels = tokens[-question.asked :]
+        counts = tokens[-question.asked - 1 : -1] != ignored_input
+        total -= float(answer.logprobs.numpy()[counts].sum())
+        counted += int(counts.sum())
+        if token_bytes is not None:
+            _check_known(labels, len(token_bytes))
+            num_bytes += int(token_bytes[labels[counts]].sum())
+    if not counted:
         raise DataError(
-            f"{len(tokens)} token{'s' * (len(tokens) != 1)} cannot be evaluated: each is judged by "
-            "those before it; give a longer text"
+            "no token can be judged: each is by those before it in its text, and there is none "
+            "with another before it; give a longer text"
         )
-    places = list(windows(len(tokens), seq_len, stride))
-    questions = (Question(tokens[start:stop], asked) for start, stop, asked in places)
-    total, counted = 0.0, 0
-    for (_, stop, asked), answer in zip(places, scorer.answer(questions)):
-        inputs = tokens[stop - 1 - asked : stop - 1]
-        counts = [token != ignored_input for token in inputs]
-        total -= sum(p for p, kept in zip(answer.logprobs.tolist(), counts) if kept)
-        counted += sum(counts)
-    return Loss(total, counted)
+    return Loss(total, counted, None if token_bytes is None else num_bytes)
+
+
+def _check_known(tokens: np.ndarray, vocab_size: int) -> None:
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise DataError(
+            f"token id {largest} is not in the vocabulary of {vocab_size} of Global.tokenizer, so "
+            "the data was made with another one; name that, or set it to null for no bits per byte"
+        )
 
 
 # -- WikiText ---------------------------------------------------------------------------------

@@ -13,11 +13,15 @@ from fourfold.data.serving import Part, check_parts, parts_of
 from fourfold.data.split import PARTS, document_ranges
 from fourfold.engine.feeds import GPT2_EOS
 from fourfold.errors import DataError
-from fourfold.tokenizer import Tokenizer
+
+# Tokens of a document read at a time.
+PIECE_TOKENS = 1 << 16
 
 
-def read_part(config: Config) -> tuple[np.ndarray, int | None]:
+def read_part(config: Config) -> tuple[Iterator[np.ndarray], int | None]:
     """Tokens of the part `Eval.part`, at most `Eval.max_tokens`, and the end-of-text id if known.
+
+    They come in pieces, read from the files as they are asked for.
 
     A weighted mixture is read as its sources, whole and one after the other: what is measured is
     the data, not the order training would take it in.
@@ -31,26 +35,34 @@ def read_part(config: Config) -> tuple[np.ndarray, int | None]:
             f"{', '.join(parts)}"
         )
     check_parts(config, {name: part})
-    limit, found, pieces = config.Eval.max_tokens, 0, []
-    for document in _documents(part, name):
-        pieces.append(np.asarray(document, np.int64))
-        found += len(document)
-        if limit is not None and found >= limit:
-            break
-    tokens = np.concatenate([np.empty(0, np.int64), *pieces])[:limit]
-    if len(tokens) < 2:
+    found = sum(
+        int(source.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        for source, documents in _documents(part, name)
+    )
+    if found < 2:
         raise DataError(
-            f"the {name} part of the data holds {len(tokens)} tokens; give it a share in "
+            f"the {name} part of the data holds {found} tokens; give it a share in "
             "Data.dataset.split, or choose another Eval.part"
         )
-    return tokens, _end_of_text(config, part.datasets)
+    return _pieces(part, name, config.Eval.max_tokens or found), _end_of_text(config, part.datasets)
 
 
-def _documents(part: Part, name: str) -> Iterator[np.ndarray]:
+def _documents(part: Part, name: str) -> Iterator[tuple[TokenDataset, range]]:
     for source in part.datasets:
         first, last = document_ranges(part.serving.split, len(source))[PARTS.index(name)]
-        for document in range(first, last):
-            yield source.tokens(document)
+        yield source, range(first, last)
+
+
+def _pieces(part: Part, name: str, left: int) -> Iterator[np.ndarray]:
+    for source, documents in _documents(part, name):
+        for document in documents:
+            size = int(source.sizes[document])
+            for start in range(0, size, PIECE_TOKENS):
+                stop = min(start + PIECE_TOKENS, size, start + left)
+                yield source.tokens(document, start, stop)
+                left -= stop - start
+                if left == 0:
+                    return
 
 
 def _end_of_text(config: Config, sources: list[TokenDataset]) -> int | None:
@@ -60,12 +72,3 @@ def _end_of_text(config: Config, sources: list[TokenDataset]) -> int | None:
     if told is None and config.Model.vocab_size > GPT2_EOS:
         return GPT2_EOS  # as training takes it
     return told
-
-
-def count_bytes(tokens: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Bytes of the text the tokens stand for; an end of text stands for none."""
-    total = 0
-    for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id)):
-        text = tokenizer.decode(document[document != tokenizer.eos_id].tolist())
-        total += len(text.encode("utf-8"))
-    return total

@@ -10,13 +10,8 @@ from typing import Any
 from fourfold.config import Config
 from fourfold.errors import DataError, UserError
 from fourfold.evaluate.cloze import measure_cloze
-from fourfold.evaluate.perplexity import (
-    bits_per_byte,
-    count_words,
-    detokenize_wikitext,
-    measure_loss,
-)
-from fourfold.evaluate.prepared import count_bytes, read_part
+from fourfold.evaluate.perplexity import count_words, detokenize_wikitext, measure_loss
+from fourfold.evaluate.prepared import read_part
 from fourfold.evaluate.scoring import Scorer
 from fourfold.generate import Decoder
 from fourfold.generate.loading import Trained, load_trained
@@ -116,34 +111,40 @@ def _measure_text(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> Numbe
     text = detokenize_wikitext(raw) if section.detokenize else raw
     tokens = tokenizer.encode(text)
     loss = measure_loss(
-        scorer, tokens, section.max_seq_len, section.overlapping_eval, tokenizer.eos_id
+        scorer,
+        [tokens],
+        section.max_seq_len,
+        section.overlapping_eval,
+        token_bytes=tokenizer.token_bytes,
     )
-    predicted, words = len(tokens) - 1, count_words(raw)
-    ratio = predicted / max(words - 1, 1)
-    mean = loss.mean(over=predicted)
-    first = len(tokenizer.decode(tokens[:1]).encode("utf-8"))
+    words = count_words(raw)
+    ratio = loss.tokens / max(words - 1, 1)
     return {
-        "loss": mean,
-        "perplexity": perplexity(mean),
-        "adjusted_perplexity": perplexity(mean * ratio),
+        "loss": loss.mean,
+        "perplexity": perplexity(loss.mean),
+        "adjusted_perplexity": perplexity(loss.mean * ratio),
         "token_ratio": ratio,
-        "bits_per_byte": bits_per_byte(loss.total, len(text.encode("utf-8")) - first),
-        "tokens": predicted,
+        "bits_per_byte": loss.bits_per_byte,
+        "tokens": loss.tokens,
         "words": words,
     }
 
 
 def _measure_prepared(config: Config, trained: Trained, scorer: Scorer) -> Numbers:
     section = config.Eval
-    tokens, eos_id = read_part(config)
-    ignored = eos_id if config.Data.dataset.eod_mask_loss else None
+    pieces, eos_id = read_part(config)
+    tokenizer = trained.named_tokenizer
     loss = measure_loss(
-        scorer, tokens.tolist(), section.max_seq_len, section.overlapping_eval, ignored
+        scorer,
+        pieces,
+        section.max_seq_len,
+        section.overlapping_eval,
+        ignored_input=eos_id if config.Data.dataset.eod_mask_loss else None,
+        token_bytes=None if tokenizer is None else tokenizer.token_bytes,
     )
-    numbers: Numbers = {"loss": loss.mean(), "perplexity": perplexity(loss.mean())}
-    if trained.named_tokenizer is not None:
-        num_bytes = count_bytes(tokens, trained.named_tokenizer)
-        numbers["bits_per_byte"] = bits_per_byte(loss.total, num_bytes)
+    numbers: Numbers = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
+    if tokenizer is not None:
+        numbers["bits_per_byte"] = loss.bits_per_byte
     return {**numbers, "tokens": loss.tokens}
 
 

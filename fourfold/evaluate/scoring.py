@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +20,16 @@ from fourfold.generate import Decoder
 
 # Rows of logits held at a time.
 LOGIT_ROWS = 512
+# Batches made from the questions taken in at a time: the more, the more alike are the lengths
+# within each, and the less is padding.
+BATCHES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Question:
     """How probable are the last `asked` tokens, each after all that stand before it?"""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     asked: int
 
     def __post_init__(self) -> None:
@@ -45,7 +49,7 @@ class Answer:
 
 
 class Scorer:
-    """Answers questions in batches, in the order they are asked."""
+    """Answers questions in batches of similar length; the answers come as they were asked for."""
 
     def __init__(
         self,
@@ -62,11 +66,17 @@ class Scorer:
         """`on_batch` is told the number of batches so far after each."""
         remaining = iter(questions)
         batches = 0
-        while batch := list(islice(remaining, self._batch_size)):
-            yield from self._answer_batch(batch)
-            batches += 1
-            if self._on_batch is not None:
-                self._on_batch(batches)
+        while taken := list(islice(remaining, self._batch_size * BATCHES_AT_ONCE)):
+            # The longest first, so that a batch too large for the memory shows at once.
+            order = sorted(range(len(taken)), key=lambda place: -len(taken[place].tokens))
+            answers: dict[int, Answer] = {}
+            for start in range(0, len(order), self._batch_size):
+                places = order[start : start + self._batch_size]
+                answers.update(zip(places, self._answer_batch([taken[place] for place in places])))
+                batches += 1
+                if self._on_batch is not None:
+                    self._on_batch(batches)
+            yield from (answers[place] for place in range(len(taken)))
 
     @torch.inference_mode()
     def _answer_batch(self, batch: list[Question]) -> list[Answer]:

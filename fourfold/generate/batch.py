@@ -101,6 +101,7 @@ def complete(
     *,
     stop: Sequence[str] = (),
     on_text: Callable[[int, int, str], None] | None = None,
+    max_slots: int = MAX_SLOTS,
 ) -> list[list[Continuation]]:
     """`generate` for prompts that are texts, or ids already, with the texts that follow them.
 
@@ -134,6 +135,7 @@ def complete(
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.vocab_size,
         on_token=on_token,
+        max_slots=max_slots,
     )
     for prompt, continuations in enumerate(results):
         for number, result in enumerate(continuations):

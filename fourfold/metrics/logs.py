@@ -9,7 +9,6 @@ come again, they come later in the file, and the later ones are what the run bec
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from fourfold.errors import DataError
 from fourfold.metrics.jsonl import FILE_NAME, NON_FINITE
+from fourfold.metrics.perplexity import perplexity
 
 MAX_LINE_BYTES = 1 << 20  # a record of ours that lists the samples of a large batch is long
 MAX_STEP = 2**53
@@ -137,11 +137,3 @@ def _number(value: Any) -> float | None:
 
 def _perplexity(loss: float | None, printed: float | None = None) -> float | None:
     return perplexity(loss) if printed is None and loss is not None else printed
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that is beyond a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

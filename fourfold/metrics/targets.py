@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fourfold.metrics.logs import Logged, perplexity
+from fourfold.metrics.logs import Logged
+from fourfold.metrics.perplexity import perplexity
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,13 +18,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fourfold.errors import DataError
 from fourfold.evaluate.cloze import cloze_question, measure_cloze
 from fourfold.evaluate.perplexity import (
-    bits_per_byte,
+    Loss,
     count_words,
     detokenize_wikitext,
     measure_loss,
     windows,
 )
-from fourfold.evaluate.scoring import Question, Scorer
+from fourfold.evaluate.scoring import Answer, Question, Scorer
 from fourfold.generate import Decoder
 from fourfold.metrics.perplexity import perplexity
 from fourfold.model import GPT
@@ -51,15 +53,19 @@ def pair() -> tuple[Decoder, GPT2LMHeadModel]:
     return Decoder(model), peer
 
 
-@given(num_tokens=st.integers(2, 120), seq_len=st.integers(1, 20), data=st.data())
+@given(num_tokens=st.integers(0, 120), seq_len=st.integers(1, 20), data=st.data())
 def test_windows_count_every_token_once(num_tokens: int, seq_len: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, seq_len))
+    cuts = sorted(data.draw(st.lists(st.integers(0, num_tokens), max_size=6)))
+    pieces = np.split(np.arange(num_tokens, dtype=np.uint16), cuts)
     counted = []
-    for start, stop, asked in windows(num_tokens, seq_len, stride):
+    for number, question in enumerate(windows(iter(pieces), seq_len, stride)):
+        start, stop = int(question.tokens[0]), int(question.tokens[-1]) + 1
+        assert list(question.tokens) == list(range(start, stop))
         assert start % stride == 0 and stop - start <= seq_len + 1
-        assert 1 <= asked < stop - start
-        assert start == 0 or asked <= stride
-        counted += range(stop - asked, stop)
+        assert stop - start == seq_len + 1 or stop == num_tokens
+        assert number == 0 or question.asked <= stride
+        counted += question.tokens[-question.asked :].tolist()
     assert counted == list(range(1, num_tokens))
 
 
@@ -87,7 +93,7 @@ def their_loss(peer: GPT2LMHeadModel, tokens: list[int], seq_len: int, stride: i
 def test_loss_equals_transformers(pair: tuple, seq_len: int, stride: int) -> None:
     decoder, peer = pair
     tokens = TOKENS[:90] if stride == 1 else TOKENS
-    loss = measure_loss(Scorer(decoder, batch_size=3), tokens, seq_len, stride)
+    loss = measure_loss(Scorer(decoder, batch_size=3), [tokens], seq_len, stride)
     assert loss.tokens == len(tokens) - 1
     assert loss.total == pytest.approx(their_loss(peer, tokens, seq_len, stride), rel=1e-5)
 
@@ -95,13 +101,77 @@ def test_loss_equals_transformers(pair: tuple, seq_len: int, stride: int) -> Non
 def test_what_follows_the_end_of_text_does_not_count(pair: tuple) -> None:
     decoder, _ = pair
     scorer = Scorer(decoder, batch_size=4)
-    whole = measure_loss(scorer, TOKENS[:30], 48, 48)
+    whole = measure_loss(scorer, [TOKENS[:30]], 48, 48)
     [answer] = scorer.answer([Question(TOKENS[:30], 29)])
     places = [place for place, token in enumerate(TOKENS[:29]) if token == TOKENS[10]]
-    masked = measure_loss(scorer, TOKENS[:30], 48, 48, ignored_input=TOKENS[10])
+    masked = measure_loss(scorer, [TOKENS[:30]], 48, 48, ignored_input=TOKENS[10])
     assert masked.tokens == whole.tokens - len(places)
     lost = -sum(float(answer.logprobs[place]) for place in places)
     assert masked.total == pytest.approx(whole.total - lost)
+
+
+class Uniform(Scorer):
+    """Finds each of `vocab_size` tokens equally probable, without a model."""
+
+    def __init__(self, vocab_size: int, batch_size: int = 4) -> None:
+        self._logprob, self._batch_size, self._on_batch = -math.log(vocab_size), batch_size, None
+
+    def _answer_batch(self, batch: list[Question]) -> list[Answer]:
+        return [
+            Answer(
+                torch.full((one.asked,), self._logprob, dtype=torch.float64),
+                torch.zeros(one.asked, dtype=torch.bool),
+            )
+            for one in batch
+        ]
+
+
+def test_bits_per_byte_is_of_the_bytes_that_were_predicted() -> None:
+    """A model of 8 bits a token: 4 bits a byte where each token has two, whatever is left out."""
+    ids, end = np.array([1, 1, 0] * 50), 0
+    token_bytes = np.array([0, 2])
+    whole = measure_loss(Uniform(256), [ids], 16, 16, token_bytes=token_bytes)
+    # 149 predictions, of which 50 are ends of text: they cost bits and are no bytes.
+    assert whole.num_bytes == 99 * 2
+    assert whole.bits_per_byte == pytest.approx(149 * 8 / (99 * 2))
+    masked = measure_loss(Uniform(256), [ids], 16, 16, ignored_input=end, token_bytes=token_bytes)
+    # Of each document only its second token and its end are predicted.
+    assert masked.tokens == 100 and masked.num_bytes == 50 * 2
+    assert masked.bits_per_byte == pytest.approx(8.0)
+    with pytest.raises(DataError, match="token id 1 is not in the vocabulary of 1"):
+        measure_loss(Uniform(256), [ids], 16, 16, token_bytes=token_bytes[:1])
+
+
+def test_memory_does_not_grow_with_the_data() -> None:
+    def peak(pieces: int) -> int:
+        piece = np.arange(1000, dtype=np.uint16)
+        tracemalloc.start()
+        try:
+            loss = measure_loss(Uniform(2, batch_size=8), (piece for _ in range(pieces)), 64, 64)
+            assert loss.tokens == 1000 * pieces - 1
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(400) < 1.5 * peak(100)
+
+
+def test_batches_hold_questions_of_similar_length(pair: tuple) -> None:
+    decoder, _ = pair
+    lengths = [2, 40] * 16
+    widths: list[tuple[int, int]] = []
+    hidden = decoder.model.hidden
+    questions = [Question(TOKENS[n : n + length], 1) for n, length in enumerate(lengths)]
+    decoder.model.hidden = lambda tokens, *rest: (
+        widths.append(tuple(tokens.shape)) or hidden(tokens, *rest)
+    )
+    try:
+        answers = list(Scorer(decoder, 4).answer(questions))
+    finally:
+        del decoder.model.hidden
+    assert widths == [(4, 39)] * 4 + [(4, 1)] * 4
+    alone = [next(Scorer(decoder, 1).answer([question])).total for question in questions]
+    assert [answer.total for answer in answers] == pytest.approx(alone, abs=1e-4)
 
 
 def test_batches_do_not_change_an_answer(pair: tuple) -> None:
@@ -115,13 +185,17 @@ def test_batches_do_not_change_an_answer(pair: tuple) -> None:
 def test_formulas() -> None:
     assert perplexity(2.0) == pytest.approx(math.exp(2))
     assert perplexity(99.0) == pytest.approx(math.exp(20))
-    assert bits_per_byte(8 * math.log(2), 4) == pytest.approx(2.0)
+    assert Loss(8 * math.log(2), 3, 4).bits_per_byte == pytest.approx(2.0)
     assert count_words(" one two  three\nfour \n") == 4  # a double blank makes an empty word
 
 
 def test_too_short_a_text_is_refused(pair: tuple) -> None:
-    with pytest.raises(DataError, match="1 token cannot be evaluated"):
-        measure_loss(Scorer(pair[0], 2), [5], 8, 8)
+    scorer = Scorer(pair[0], 2)
+    for pieces in ([], [[5]], [[], [5], []]):
+        with pytest.raises(DataError, match="no token can be judged"):
+            measure_loss(scorer, pieces, 8, 8)
+    with pytest.raises(DataError, match="no token can be judged"):
+        measure_loss(scorer, [[5, 5, 5]], 8, 8, ignored_input=5)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +274,6 @@ def test_cloze_counts_what_the_model_gets_right(tokenizer: Tokenizer, tmp_path: 
             pass
 
         def answer(self, questions):  # type: ignore[no-untyped-def]
-            from fourfold.evaluate.scoring import Answer
-
             for one in questions:
                 known = torch.full((one.asked,), tuple(one.tokens) in right)
                 known[:-1] = True  # all but the last token alone is not enough
