@@ -26,18 +26,14 @@ def check_layout(config: Config, findings: Findings) -> None:
 
 def _check_tensor_parallel(config: Config, findings: Findings) -> None:
     model, mp = config.Model, config.Distributed.mp_degree
-    for path, degree in (
-        ("Distributed.mp_degree", mp),
-        ("Inference.mp_degree", config.Inference.mp_degree),
-    ):
-        if model.num_attention_heads % degree and (path == "Distributed.mp_degree" or degree != mp):
-            findings.problem(
-                f"{path}={degree} does not divide "
-                f"Model.num_attention_heads={model.num_attention_heads}; "
-                f"choose {divisors(model.num_attention_heads, degree)}",
-                path,
-                "Model.num_attention_heads",
-            )
+    if model.num_attention_heads % mp:
+        findings.problem(
+            f"Distributed.mp_degree={mp} does not divide "
+            f"Model.num_attention_heads={model.num_attention_heads}; "
+            f"choose {divisors(model.num_attention_heads, mp)}",
+            "Distributed.mp_degree",
+            "Model.num_attention_heads",
+        )
     if model.vocab_size % mp:
         padded = -(-model.vocab_size // (128 * mp)) * 128 * mp
         findings.notice(

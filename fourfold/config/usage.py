@@ -44,12 +44,18 @@ class Generation(Section):
 
 
 class Inference(Section):
-    model_dir: str = derived("Directory of the exported model. Null is output_dir.")
-    mp_degree: Count = derived("Tensor-parallel ranks at inference. Null is Distributed.mp_degree.")
+    model_dir: str = derived(
+        "Directory of FleetX's exported model. Without effect: nothing is exported here, and "
+        "checkpoints serve as they are. Null is output_dir."
+    )
+    mp_degree: Count = derived(
+        "Tensor-parallel ranks of FleetX's inference. Without effect: generation is spread as "
+        "Distributed says. Null is Distributed.mp_degree."
+    )
     weights: Literal["float32", "bfloat16", "float16", "int8"] = key(
         "float32",
         "Number format of the weights for generation and serving. The narrower ones are faster "
-        "and less exact; int8 rounds activations too and runs on a CPU only.",
+        "and less exact; int8 rounds activations too and runs in one process on a CPU only.",
     )
 
 

@@ -50,7 +50,7 @@ def beam_search(
     while True:
         logits = logits[:, :vocab_size]  # (beams, V)
         check_finite(logits, network)
-        extensions = _extensions(beams, logits, prompt, options, eos_id)
+        extensions = _extensions(network, beams, logits, prompt, options, eos_id)
         last = len(beams[0].ids) + 1 == options.max_dec_len
         going_on = []
         for rank, (source, beam) in enumerate(extensions):
@@ -69,6 +69,7 @@ def beam_search(
 
 
 def _extensions(
+    network: Network,
     beams: list[Beam],
     logits: torch.Tensor,
     prompt: Sequence[int],
@@ -85,11 +86,13 @@ def _extensions(
     )
     vocabulary = totals.shape[1]
     best, places = totals.flatten().topk(min(2 * options.num_beams, totals.numel()))
-    return [
-        (place // vocabulary, Beam((*beams[place // vocabulary].ids, place % vocabulary), total))
-        for total, place in zip(best.tolist(), places.tolist())
-        if total > -torch.inf
-    ]
+    agreed = network.agree([*best.tolist(), *places.tolist()])
+    found = []
+    for total, place in zip(agreed[: len(best)], agreed[len(best) :]):
+        source, token_id = divmod(int(place), vocabulary)
+        if total > -torch.inf:
+            found.append((source, Beam((*beams[source].ids, token_id), total)))
+    return found
 
 
 def _settled(best_going_on: Beam, ended: list[Beam], options: Options) -> bool:

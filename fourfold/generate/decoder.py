@@ -4,6 +4,7 @@
     advance(tokens)    takes in one more token of every row               -> logits (rows, V)
     arrange(rows)      row i becomes a copy of row rows[i]; the rest are forgotten
     wipe(rows)         zeros in place of what these rows stored
+    agree(choices)     what the first of those that run the network together chose
 
 Logits are those after the last token of a row, in float32. The cache is allocated once, by
 `reserve`; a row's place in it is its number, so rows stay dense and attention reads it as it lies.
@@ -43,6 +44,10 @@ class Network(Protocol):
     def arrange(self, rows: Sequence[int]) -> None: ...
 
     def wipe(self, rows: Sequence[int]) -> None: ...
+
+    def agree(self, choices: list[float]) -> list[float]:
+        """What was chosen, the same for all that run this network together."""
+        ...
 
 
 class Decoder:
@@ -128,6 +133,9 @@ class Decoder:
         """For rows that are not finite: whoever has their places next would inherit that."""
         for cache in self._caches.values():
             cache.keys[list(rows)] = cache.values[list(rows)] = 0.0
+
+    def agree(self, choices: list[float]) -> list[float]:
+        return choices
 
     def _run(
         self, tokens: Tensor, positions: Tensor, attends: Mapping[str, Attend], ends: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fourfold.config import Config
 from fourfold.generate.batch import Continuation, complete
@@ -12,6 +12,21 @@ from fourfold.generate.options import Options
 from fourfold.generate.session import Session
 from fourfold.generate.text import check_stop
 from fourfold.mesh import Mesh
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """What FleetX's inference reads and nothing here does, where it asks for something else."""
+    inference, save_load = config.Inference, config.Engine.save_load
+    if inference.model_dir != save_load.output_dir:
+        yield (
+            f"Inference.model_dir={inference.model_dir} has no effect: nothing is exported, and "
+            "the model is that of Engine.save_load.ckpt_dir, or the newest one of output_dir"
+        )
+    if inference.mp_degree != config.Distributed.mp_degree:
+        yield (
+            f"Inference.mp_degree={inference.mp_degree} has no effect: several processes share the "
+            f"model as Distributed says; set Distributed.mp_degree={inference.mp_degree} for that"
+        )
 
 
 class GenerationModule:
@@ -29,6 +44,8 @@ class GenerationModule:
         # What cannot be asked for is said before a file is read.
         self.options = Options.of(config.Generation, config.Global.seed)
         check_stop(config.Generation.stop)
+        for note in without_effect(config):
+            on_notice(note)
         self.decoder: Decoder
         if mesh is not None and mesh.size > 1:
             from fourfold.generate.spread import SpreadDecoder, load_spread

@@ -1,8 +1,9 @@
 """Generation by a model that is spread over ranks: model, pipeline and sharding parallel.
 
-Every rank makes the same calls and gets the same logits, so every rank writes the same text; there
-is nothing to tell them apart but which one prints it. Data-parallel ranks would only repeat each
-other and are not used.
+Every rank makes the same calls and gets the same logits up to their last bits, in which unlike
+machines may differ; rank 0 chooses the tokens for all, so every rank writes the same text. There is
+nothing to tell them apart but which one prints it. Data-parallel ranks would only repeat each other
+and are not used.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class SpreadDecoder(Decoder):
         for part in runner.parts:
             part.eval().requires_grad_(False)
         parts, layout = runner.parts, runner.mesh.layout
-        dtype = local(next(iter(runner.parameters.values()))).dtype
         heads = parts[0].shape.num_attention_heads // layout.mp
-        self._begin(parts, torch.empty((), dtype=dtype, device=runner.device), heads)
+        like = torch.empty((), dtype=runner.precision.dtype, device=runner.device)
+        self._begin(parts, like, heads)
 
     def _run(
         self, tokens: Tensor, positions: Tensor, attends: Mapping[str, Attend], ends: Tensor
@@ -61,6 +62,12 @@ class SpreadDecoder(Decoder):
         logits = outputs[0].float() if outputs else torch.empty(size, device=self.device)
         dist.broadcast(logits, group=pipeline.group, group_src=pipeline.rank_of_stage[-1])
         return logits
+
+    def agree(self, choices: list[float]) -> list[float]:
+        """What rank 0 chose; another choice would leave ranks waiting for each other."""
+        message = torch.tensor(choices, dtype=torch.float64)
+        dist.broadcast(message, src=0)
+        return message.tolist()
 
 
 def load_spread(config: Config, mesh: Mesh, on_notice: Notice) -> tuple[Runner, Tokenizer, Path]:
@@ -115,19 +122,26 @@ def _load_foreign(
 
 
 def free_of_training(config: Config) -> None:
-    """Turn off what serves training alone: nothing is recomputed, positions are not cut."""
-    distributed = config.Distributed
+    """Turn off what serves training alone: nothing is recomputed or compiled, positions are not
+    cut, and the numbers are those of `Inference.weights`."""
+    distributed, weights = config.Distributed, config.Inference.weights
     if distributed.dp_degree > 1:
         raise UserError(
             f"Distributed.dp_degree={distributed.dp_degree}: data-parallel ranks would all write "
             "the same text; start fewer processes, or raise mp_degree, pp_degree or "
             "sharding_degree"
         )
+    if weights == "int8":
+        raise UserError(
+            "Inference.weights=int8 runs in one process only; choose bfloat16 or float16 for a "
+            "model that several processes share, or leave --nproc out"
+        )
     config.Model.sequence_parallel = config.Model.use_recompute = False
+    config.Engine.graph_mode = "dynamic"
     precision = config.Engine.mix_precision
-    precision.dtype, precision.level = "float32", None
+    precision.dtype, precision.level = weights, None if weights == "float32" else "O2"
 
 
 def _build(config: Config, mesh: Mesh) -> Runner:
     free_of_training(config)
-    return parallelize(config, mesh, select_device(config.Global.device), fresh=False)
+    return parallelize(config, mesh, select_device(config.Global.device), trains=False)

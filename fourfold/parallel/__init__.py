@@ -41,17 +41,17 @@ class Draft:
             part.to_empty(device=self.home)
 
 
-def parallelize(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = True) -> Runner:
+def parallelize(config: Config, mesh: Mesh, device: torch.device, *, trains: bool = True) -> Runner:
     """Build this rank's part of the model of `config` and make it ready to run batches.
 
     Nothing is allocated before the model is in its final shape, and weights come from
-    (seed, parameter name) alone, so what is built does not depend on how it is cut. Not `fresh`
-    leaves the weights to whoever loads them.
+    (seed, parameter name) alone, so what is built does not depend on how it is cut. A model that
+    never `trains` is left to whoever loads its weights, and has no master weights beside them.
     """
     drawn = draft(config, mesh, device)
     drawn.allocate()
-    runner = assemble(config, mesh, device, drawn)
-    if fresh and device.type != "meta":
+    runner = assemble(config, mesh, device, drawn, trains=trains)
+    if trains and device.type != "meta":
         runner.initialize()
     return runner
 
@@ -85,7 +85,9 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
     return Draft(parts, precision, sharding, home)
 
 
-def assemble(config: Config, mesh: Mesh, device: torch.device, drawn: Draft) -> Runner:
+def assemble(
+    config: Config, mesh: Mesh, device: torch.device, drawn: Draft, *, trains: bool = True
+) -> Runner:
     """Join parts that have memory to what runs batches."""
     pipeline = None
     if mesh.layout.pp > 1:
@@ -104,6 +106,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device, drawn: Draft) -> 
         by_sequence=config.Model.sequence_parallel,
         sharding=drawn.sharding,
         pipeline=pipeline,
+        trains=trains,
     )
 
 

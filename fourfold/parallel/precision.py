@@ -56,15 +56,17 @@ class Precision:
     def prepare(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Cast the parameters as the row says; the fp32 weights to optimize, by the same names."""
         masters = dict(parameters)
-        if self.level != "O2":
-            return masters
-        for name, parameter in parameters.items():
-            if is_norm(name):
-                continue
+        for name, parameter in self.lowered(parameters).items():
             masters[name] = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(self.dtype)
             parameter.register_post_accumulate_grad_hook(_move_gradient_to(masters[name]))
         return masters
+
+    def lowered(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Those that are kept in low precision: at O2 all but the LayerNorms'."""
+        if self.level != "O2":
+            return {}
+        return {name: one for name, one in parameters.items() if not is_norm(name)}
 
     def collect(
         self, parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]

@@ -50,6 +50,7 @@ class Runner:
         by_sequence: bool = False,
         sharding: Sharding | None = None,
         pipeline: Pipeline | None = None,
+        trains: bool = True,
     ) -> None:
         self.parts = parts
         self.mesh = mesh
@@ -62,13 +63,14 @@ class Runner:
         self.sharding = sharding
         self.parameters = dict(named_parameters(parts))
         self.masters: dict[str, nn.Parameter] = dict(self.parameters)
-        if sharding is None:
+        self.trains = trains
+        if sharding is None and trains:
             self.masters = precision.prepare(self.parameters)
         self.held: dict[str, Held] = held_parameters(parts[0].shape, self.masters, mesh)
         group = mesh.group("dp")
         self.replicas = (
             Replicas(self.parameters, self.masters, group)
-            if group is not None and sharding is None
+            if group is not None and sharding is None and trains
             else None
         )
 
@@ -160,6 +162,10 @@ class Runner:
         """After a load: bring every copy of what was filled in line with it."""
         if WORD in self.held and TIED in self.held:
             local(self.masters[TIED].data).copy_(local(self.masters[WORD].data))
+        if not self.trains and self.sharding is None:
+            # Loaded in fp32, as they are saved, and kept as they are computed with.
+            for parameter in self.precision.lowered(self.parameters).values():
+                parameter.data = parameter.data.to(self.precision.dtype)
         self.refresh()
 
     def _drop_gathered(self) -> None:

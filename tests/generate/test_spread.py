@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import on_ranks
 from tiny_text_run import TextRun, make_run
 
 from fourfold.config import load_config
 from fourfold.convert import convert
+from fourfold.generate import Decoder
 from fourfold.generate.module import GenerationModule
+from fourfold.generate.spread import SpreadDecoder
 from fourfold.mesh import connect, select_device
 from fourfold.parallel import layout_of
 
+MICRO = "Data.batch_size.micro_batch_size=1"
 PROMPTS = ["the cat", "a dog ran after the old", "rain"]
 
 
@@ -55,14 +60,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
     return make_run(tmp_path_factory.mktemp("text"), num_layers=4)
 
 
-def texts_of(run: TextRun, size: int, overrides: list[str]) -> list[list[str]]:
+def texts_of(
+    run: TextRun,
+    size: int,
+    overrides: list[str],
+    prepare: Callable[[int, Decoder], object] = lambda rank, decoder: None,
+) -> list[list[str]]:
     """What every rank writes, by rank."""
 
     def work(rank: int) -> list[str]:
-        sizes = ["Data.batch_size.micro_batch_size=1"]
-        config = load_config(run.config, [*sizes, *overrides], world_size=size)
+        config = load_config(run.config, [MICRO, *overrides], world_size=size)
         mesh = connect(layout_of(config), select_device("cpu"), 60.0)
         module = GenerationModule(config, lambda text: None, mesh)
+        prepare(rank, module.decoder)
         written = [one.text for each in module.complete(PROMPTS) for one in each]
         mesh.close()
         return written
@@ -87,6 +97,80 @@ def test_a_foreign_checkpoint_is_spread_too(layout: str, run: TextRun, tmp_path:
     (alone,) = texts_of(run, 1, STRATEGIES["greedy"])
     for written in texts_of(run, 2, [*LAYOUTS[layout][1], *places]):
         assert written == alone
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_whose_numbers_differ_write_one_text(strategy: str, run: TextRun) -> None:
+    """As on unlike machines, though there by the last bits: rank 0 chooses for all."""
+
+    def spoil(decoder: Decoder) -> None:
+        read, advance = decoder.read, decoder.advance
+        decoder.read = lambda prompts: -read(prompts)  # type: ignore[method-assign]
+        decoder.advance = lambda tokens: -advance(tokens)  # type: ignore[method-assign]
+
+    (alone,) = texts_of(run, 1, STRATEGIES[strategy])
+    degrees = [*LAYOUTS["mp2"][1], *STRATEGIES[strategy]]
+    assert texts_of(run, 2, degrees, lambda rank, decoder: rank and spoil(decoder)) == [alone] * 2
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["mp2", "pp2", "pp2 zbv", "sharding2"])
+def test_narrower_weights_are_spread_too(layout: str, weights: str, run: TextRun) -> None:
+    """Close to the model in float32, on every rank alike, and not kept in float32 beside that."""
+
+    def work(world: int, overrides: list[str]) -> Callable[[int], tuple[torch.Tensor, set[str]]]:
+        def logits(rank: int) -> tuple[torch.Tensor, set[str]]:
+            config = load_config(run.config, [MICRO, *overrides], world_size=world)
+            mesh = connect(layout_of(config), select_device("cpu"), 60.0)
+            decoder = GenerationModule(config, lambda text: None, mesh).decoder
+            decoder.reserve(2, 16)
+            first = decoder.read([[5, 6, 7], [8, 9]])
+            second = decoder.advance([1, 2])
+            mesh.close()
+            return torch.stack([first, second]), dtypes_of(decoder)
+
+        return logits
+
+    size, degrees = LAYOUTS[layout]
+    [(expected, _)] = on_ranks(1, work(1, []))
+    given = on_ranks(size, work(size, [*degrees, f"Inference.weights={weights}"]))
+    for found, dtypes in given:
+        assert torch.equal(found, given[0][0])
+        error = float((found - expected).norm() / expected.norm())
+        assert 1e-5 < error < 2e-2
+        # Sharded weights are gathered in the narrow format, a layer at a time.
+        assert layout == "sharding2" or dtypes == {weights, "float32 norm"}
+
+
+def dtypes_of(decoder: Decoder) -> set[str]:
+    if not isinstance(decoder, SpreadDecoder):
+        return set()
+    runner = decoder.runner
+    assert all(runner.masters[name] is one for name, one in runner.parameters.items())
+    return {
+        str(one.dtype).removeprefix("torch.") + (" norm" if "norm" in name else "")
+        for name, one in runner.parameters.items()
+    }
+
+
+def test_int8_is_refused_before_anything_is_read(run: TextRun) -> None:
+    with pytest.raises(AssertionError, match="weights=int8 runs in one process"):
+        texts_of(run, 2, ["Distributed.mp_degree=2", "Inference.weights=int8"])
+
+
+def test_what_only_the_originals_inference_reads_is_named(run: TextRun) -> None:
+    said: list[str] = []
+    GenerationModule(run.load(), said.append)
+    assert not any("no effect" in text for text in said)
+    # Three ranks do not divide the heads, which matters to nobody.
+    GenerationModule(
+        run.load("Inference.mp_degree=3", "Inference.model_dir=/exported"), said.append
+    )
+    told = [text.split(":")[0] for text in said if "no effect" in text]
+    assert told == [
+        "Inference.model_dir=/exported has no effect",
+        "Inference.mp_degree=3 has no effect",
+    ]
 
 
 def test_data_parallel_ranks_are_refused(run: TextRun) -> None:
