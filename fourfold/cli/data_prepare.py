@@ -34,6 +34,13 @@ MaxDocument = Annotated[
     int, typer.Option(help="Documents longer than this are bad; memory grows with it.")
 ]
 MaxBad = Annotated[int, typer.Option(help="How many bad lines are passed over before stopping.")]
+AllowDamaged = Annotated[
+    bool,
+    typer.Option(
+        "--allow-damaged-files",
+        help="Go on where a file is damaged or nothing of it can be read, without what is lost.",
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")]
 StdinKind = Annotated[
     str, typer.Option(metavar="jsonl|txt", help="What standard input holds, if it is read.")
@@ -64,6 +71,7 @@ def prepare(
     ] = 0,
     max_document_mb: MaxDocument = 64,
     max_bad_lines: MaxBad = 100,
+    allow_damaged_files: AllowDamaged = False,
     strict: Strict = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what is there, begun or finished.")
@@ -85,6 +93,7 @@ def prepare(
         max_document_bytes=max_document_mb << 20,
         workers=workers if workers is not None else num_processors(),
         max_bad_lines=0 if strict else max_bad_lines,
+        allow_damaged_files=allow_damaged_files,
         overwrite=overwrite,
     )
     prefix = dataset_prefix(output_prefix, form, json_key)
@@ -104,6 +113,7 @@ def train_tokenizer(
     every: Annotated[int, typer.Option(help="Learn from every n-th document only.")] = 1,
     max_document_mb: MaxDocument = 64,
     max_bad_lines: MaxBad = 100,
+    allow_damaged_files: AllowDamaged = False,
     strict: Strict = False,
     stdin_format: StdinKind = "jsonl",
 ) -> None:
@@ -118,7 +128,7 @@ def train_tokenizer(
     spool = output if output.is_dir() else output.with_suffix("")
     files = _files(_in_order(inputs, more_inputs), spool, stdin_format)
     try:
-        texts = read_texts(files, rule, 0 if strict else max_bad_lines)
+        texts = read_texts(files, rule, 0 if strict else max_bad_lines, allow_damaged_files)
         file = train(texts, vocab_size, sys.stderr.isatty(), every).save(output)
     finally:
         for text in files:

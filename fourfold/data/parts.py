@@ -24,7 +24,7 @@ import numpy as np
 from fourfold.data.dataset import BLOCK
 from fourfold.data.inputs import InputFile
 from fourfold.data.pieces import Piece
-from fourfold.data.text import Bad, ChunkReader, TextRule
+from fourfold.data.text import DAMAGED_FILE, Bad, ChunkReader, TextRule
 from fourfold.errors import DataError
 from fourfold.tokenizer import Tokenizer
 
@@ -65,6 +65,7 @@ class ChunkReport:
     source_bytes: int  # of the file as it lies on disk, read so far
     bad: dict[str, int] = field(default_factory=dict)  # kind -> how many
     places: list[Bad] = field(default_factory=list)  # the first of them
+    texts: int = 0  # that could be read
 
 
 @dataclass
@@ -131,13 +132,15 @@ class PartMaker:
         for number, chunk in part.chunks:
             kinds: Counter[str] = Counter()
             places: list[Bad] = []
+            texts = 0
             documents = self._reader.documents(self._files[number], chunk, part.chunk_bytes)
             for document in documents:
                 if isinstance(document, str):
+                    texts += 1
                     yield document
                     continue
                 kinds[document.kind] += 1
-                if len(places) < PLACES_KEPT:
+                if len(places) < PLACES_KEPT or document.kind == DAMAGED_FILE:
                     places.append(document)
             report.chunks.append(
                 ChunkReport(
@@ -147,6 +150,7 @@ class PartMaker:
                     self._reader.source_bytes,
                     dict(kinds),
                     places,
+                    texts,
                 )
             )
 

@@ -32,11 +32,19 @@ from fourfold.data.provenance import (
     InputHashes,
     Plan,
     Tally,
+    damaged_file,
     describe,
     finished_manifest,
     tokenizer_entry,
 )
-from fourfold.data.text import MAX_DOCUMENT_BYTES, Bad, ChunkReader, TextRule, num_chunks
+from fourfold.data.text import (
+    DAMAGED_FILE,
+    MAX_DOCUMENT_BYTES,
+    Bad,
+    ChunkReader,
+    TextRule,
+    num_chunks,
+)
 from fourfold.data.workers import Job, make_parts
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
@@ -60,6 +68,7 @@ class Settings:
     max_document_bytes: int = MAX_DOCUMENT_BYTES
     workers: int = 1
     max_bad_lines: int = 100
+    allow_damaged_files: bool = False
     overwrite: bool = False
     chunk_bytes: int | None = None  # chosen by the size of the input
 
@@ -138,8 +147,14 @@ def read_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
     return read_texts([describe_input(Path(path), "json")], TextRule(json_key=key))
 
 
-def read_texts(files: Iterable[InputFile], rule: TextRule, max_bad_lines: int = 0) -> Iterator[str]:
-    """The documents of all files in order; `DataError` at a bad line beyond the limit."""
+def read_texts(
+    files: Iterable[InputFile],
+    rule: TextRule,
+    max_bad_lines: int = 0,
+    allow_damaged_files: bool = False,
+) -> Iterator[str]:
+    """The documents of all files in order; `DataError` at a bad line beyond the limit, and at a
+    damaged file."""
     reader = ChunkReader(rule)
     num_bad = 0
     for file in files:
@@ -150,10 +165,13 @@ def read_texts(files: Iterable[InputFile], rule: TextRule, max_bad_lines: int = 
                 if not isinstance(document, Bad):
                     yield document
                     continue
+                bad = document._replace(line=line + document.line)
+                if bad.kind == DAMAGED_FILE and not allow_damaged_files:
+                    raise DataError(damaged_file(file.path, bad))
                 num_bad += 1
                 if num_bad > max_bad_lines:
-                    place = f"{file.path}:{line + document.line}"
-                    raise DataError(f"{place}: {document.reason}; mend or remove the line")
+                    place = f"{file.path}:{bad.line}"
+                    raise DataError(f"{place}: {bad.reason}; mend or remove the line")
             line += reader.num_lines
     reader.close()
 
@@ -169,9 +187,9 @@ def prepare_files(
     prefix = dataset_prefix(output_prefix, settings.format, settings.json_key)
     tokenizer = Tokenizer.load(settings.tokenizer)
     plan = Plan.of(files, settings, tokenizer.identity, _chunk_bytes(files, settings))
-    manifest = finished_manifest(prefix, plan)
+    manifest = None if settings.overwrite else finished_manifest(prefix, plan)
     work = Path(f"{prefix}{WORK_SUFFIX}")
-    if manifest is not None and not settings.overwrite:
+    if manifest is not None:
         shutil.rmtree(work, ignore_errors=True)
         return manifest
     check_output(prefix, settings.format, settings.overwrite)
@@ -205,7 +223,7 @@ class _Run:
         self.directory = directory
         self.tokenizer = tokenizer
         self.rule = settings.token_rule(tokenizer.vocab_size)
-        self.tally = Tally(files, settings.max_bad_lines)
+        self.tally = Tally(files, settings.max_bad_lines, settings.allow_damaged_files)
         self._show = progress
         self._progress = Progress(source_total=sum(file.num_bytes for file in files))
         self._read_of = [0] * len(files)
@@ -233,6 +251,7 @@ class _Run:
             for part, report in made:
                 self._finish(part, report, resumed=False)
         assert self._counted == len(self._order)
+        self.tally.check_files()
 
     def write(self, prefix: Path, hashes: InputHashes) -> dict[str, Any]:
         """Join the parts under the dataset's name."""

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold import __version__
 from fourfold.data.dataset import read_manifest
-from fourfold.data.files import formats_at
+from fourfold.data.files import records_of
 from fourfold.data.inputs import InputFile
-from fourfold.data.parts import PLACES_KEPT, PartReport, write_json
+from fourfold.data.parts import PLACES_KEPT, ChunkReport, PartReport, write_json
+from fourfold.data.text import DAMAGED_FILE, TOO_LONG_DOCUMENT, UNDECODABLE, Bad
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
 
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
     from fourfold.data.prepare import Settings
 
 MANIFEST_VERSION = 1
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _HASH_BLOCK = 1 << 22
+# What makes a file of which nothing else could be read a lost one.
+UNREADABLE = (UNDECODABLE, TOO_LONG_DOCUMENT)
 
 
 @dataclass(frozen=True)
@@ -141,15 +144,27 @@ class Plan:
 
 
 class Tally:
-    """Counts over parts in order; stops when more was bad than allowed."""
+    """Counts over parts in order; stops when more was bad than allowed.
 
-    def __init__(self, files: Sequence[InputFile], max_bad_lines: int) -> None:
+    A file that is damaged, or of which nothing at all could be read, is more than a bad line:
+    it stops the run whatever the limit, unless `allow_damaged_files`.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        max_bad_lines: int,
+        allow_damaged_files: bool = False,
+    ) -> None:
         self.documents = self.empty = self.short = self.tokens = 0
         self.kinds: Counter[str] = Counter()
         self.places: list[tuple[str, int, str]] = []  # file, line, reason
         self._files = files
         self._max_bad_lines = max_bad_lines
+        self._allow_damaged_files = allow_damaged_files
         self._lines = [0] * len(files)
+        self._texts = [0] * len(files)
+        self._first_unreadable: dict[int, Bad] = {}
         self._ended: set[int] = set()
 
     @property
@@ -165,16 +180,39 @@ class Tally:
         self.short += report.short
         self.tokens += report.tokens
         for chunk in report.chunks:
-            for bad in chunk.places[: PLACES_KEPT - len(self.places)]:
-                line = self._lines[chunk.file] + bad.line
-                self.places.append((str(self._files[chunk.file].path), line, bad.reason))
-            self.kinds.update(chunk.bad)
-            self._lines[chunk.file] += chunk.num_lines
-            if chunk.ended:
-                self._ended.add(chunk.file)
+            self._add_chunk(chunk)
         if self.num_bad > self._max_bad_lines:
             raise DataError(self._too_many())
         return True
+
+    def _add_chunk(self, chunk: ChunkReport) -> None:
+        for bad in chunk.places:
+            bad = bad._replace(line=self._lines[chunk.file] + bad.line)
+            if len(self.places) < PLACES_KEPT:
+                self.places.append((str(self._files[chunk.file].path), bad.line, bad.reason))
+            if bad.kind == DAMAGED_FILE:
+                self._refuse_damaged(chunk.file, bad, "the rest of it")
+            elif bad.kind in UNREADABLE:
+                self._first_unreadable.setdefault(chunk.file, bad)
+        self.kinds.update(chunk.bad)
+        self._lines[chunk.file] += chunk.num_lines
+        self._texts[chunk.file] += chunk.texts
+        if chunk.ended:
+            self._ended.add(chunk.file)
+            self._check_something_was_read(chunk.file)
+
+    def check_files(self) -> None:
+        """Of every file something could be read, or there was nothing in it."""
+        for number in range(len(self._files)):
+            self._check_something_was_read(number)
+
+    def _check_something_was_read(self, file: int) -> None:
+        if not self._texts[file] and file in self._first_unreadable:
+            self._refuse_damaged(file, self._first_unreadable[file], "all of it")
+
+    def _refuse_damaged(self, file: int, bad: Bad, lost: str) -> None:
+        if not self._allow_damaged_files:
+            raise DataError(damaged_file(self._files[file].path, bad, lost))
 
     def _too_many(self) -> str:
         path, line, reason = self.places[0]
@@ -196,6 +234,13 @@ class Tally:
             "short_documents": self.short,
             "dropped": {"count": self.num_bad, "kinds": dict(self.kinds), "first": first},
         }
+
+
+def damaged_file(path: Path, bad: Bad, lost: str = "the rest of it") -> str:
+    return (
+        f"{path}:{bad.line}: {bad.reason}, so {lost} would be missing from the result; mend the "
+        "file or copy it again, or give --allow-damaged-files to go on without what is lost"
+    )
 
 
 def dropped_summary(manifest: dict[str, Any]) -> list[str]:
@@ -288,8 +333,19 @@ def tokenizer_entry(tokenizer: Tokenizer, place: str | tuple[str, str] | None) -
 
 
 def finished_manifest(prefix: Path, plan: Plan) -> dict[str, Any] | None:
-    """The manifest at `prefix` if this very plan was carried out there."""
+    """The manifest at `prefix` if this very plan was carried out there.
+
+    `DataError` if it was and the files are no longer what it left.
+    """
     manifest = read_manifest(prefix)
-    done = manifest is not None and manifest.get("plan") == plan.identity
-    complete = bool(formats_at(prefix))
-    return manifest if done and complete else None
+    if manifest is None or manifest.get("plan") != plan.identity:
+        return None
+    for record in records_of(manifest, prefix):
+        held = record.file.stat().st_size if record.file.is_file() else None
+        if held is None or held != record.num_bytes:
+            found = "is missing" if held is None else f"has {held} bytes"
+            raise DataError(
+                f"{record.file}: {found}, {record.num_bytes} were written; what was prepared here "
+                "is damaged: copy it again, or prepare it again by --overwrite"
+            )
+    return manifest

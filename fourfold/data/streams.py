@@ -23,6 +23,9 @@ _BUFFER_BYTES = 1 << 18
 _COMPRESSED_BYTES = 1 << 12
 _ZLIB_OUTPUT_BYTES = 1 << 18
 _ANY_GZIP_HEADER = 16 + zlib.MAX_WBITS
+# `zstd --long=31`, the most there is, as large dumps use it. A frame takes as much memory as the
+# window it was made with.
+_MAX_ZSTD_WINDOW_BYTES = 1 << 31
 
 
 class Line:
@@ -176,7 +179,9 @@ class _Zstd:
     waiting = b""
 
     def __init__(self) -> None:
-        self._state = zstandard.ZstdDecompressor().decompressobj()
+        self._state = zstandard.ZstdDecompressor(
+            max_window_size=_MAX_ZSTD_WINDOW_BYTES
+        ).decompressobj()
 
     def feed(self, block: bytes) -> bytes:
         return self._state.decompress(block)
@@ -198,6 +203,7 @@ class _Decompressed(io.RawIOBase):
         self._file = path.open("rb")
         self._new: type[_Gzip] | type[_Zstd] = _Gzip if compression == ".gz" else _Zstd
         self._member: _Gzip | _Zstd | None = None
+        self._members = 0
         self._input = b""
         self._output = memoryview(b"")
         self._ended = False
@@ -230,10 +236,12 @@ class _Decompressed(io.RawIOBase):
                 self.damage = "it breaks off"
             return
         if self._member is None:
-            if not self._input.strip(b"\0"):
-                self._input = b""  # padding after the last member
-                return
+            if self._members:
+                self._input = self._input.lstrip(b"\0")  # padding between members or at the end
+                if not self._input:
+                    return
             self._member = self._new()
+            self._members += 1
         try:
             self._output = memoryview(self._member.feed(self._input))
         except (zlib.error, zstandard.ZstdError) as error:

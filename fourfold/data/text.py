@@ -28,7 +28,11 @@ MAX_DOCUMENT_BYTES = 64 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PRINTABLE = range(0x21, 0x7F)
 _ROWS_AT_ONCE = 64
-_TOO_LONG = "longer than --max-document-mb allows; divide it or raise that"
+_TOO_LONG = "longer than --max-document-mb allows"
+
+# A file that ends in the middle or cannot be decompressed at all. It is no line among others: how
+# much is lost nobody knows.
+DAMAGED_FILE, UNDECODABLE, TOO_LONG_DOCUMENT = "damaged file", "undecodable", "too long"
 
 
 class Bad(NamedTuple):
@@ -201,15 +205,15 @@ class ChunkReader:
                 self.source_bytes = path.stat().st_size * (group + 1) // table.num_row_groups
         except (OSError, ValueError) as error:  # pyarrow's own errors are both
             self.num_lines += 1
-            yield Bad(self.num_lines, "damaged file", f"the parquet file is damaged ({error})")
+            yield Bad(self.num_lines, DAMAGED_FILE, f"the parquet file is damaged ({error})")
 
     def _parquet_text(self, value: Any) -> str | Bad:
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
-            return Bad(self.num_lines, "undecodable", f"not UTF-8 ({error})")
+            return Bad(self.num_lines, UNDECODABLE, f"not UTF-8 ({error})")
         if isinstance(text, str) and len(text) > self.rule.max_document_bytes:
-            return Bad(self.num_lines, "too long", _TOO_LONG)
+            return Bad(self.num_lines, TOO_LONG_DOCUMENT, _TOO_LONG)
         return _checked_string(text, self.rule.json_key, self.num_lines)
 
 
@@ -230,7 +234,7 @@ class _TextDocument:
         self.problem = _unreadable(line, number)
         self._num_bytes += len(line.content)
         if self.problem is None and self._num_bytes > self._max_bytes:
-            self.problem = Bad(number, "too long", _TOO_LONG)
+            self.problem = Bad(number, TOO_LONG_DOCUMENT, _TOO_LONG)
         if self.problem is None:
             content = (
                 line.content.removeprefix(BYTE_ORDER_MARK) if line.start == 0 else line.content
@@ -238,7 +242,7 @@ class _TextDocument:
             try:
                 self._lines.append(content.decode("utf-8"))
             except UnicodeDecodeError as error:
-                self.problem = Bad(number, "undecodable", f"not UTF-8 ({error})")
+                self.problem = Bad(number, UNDECODABLE, f"not UTF-8 ({error})")
         if self.problem is not None:
             self._lines.clear()
 
@@ -278,9 +282,9 @@ def _rows(line: Line) -> Iterator[Line | None]:
 
 def _unreadable(line: Line, number: int) -> Bad | None:
     if line.flaw == TOO_LONG:
-        return Bad(number, "too long", _TOO_LONG)
+        return Bad(number, TOO_LONG_DOCUMENT, _TOO_LONG)
     if line.flaw:
-        return Bad(number, "damaged file", f"the archive is damaged ({line.flaw})")
+        return Bad(number, DAMAGED_FILE, f"the archive is damaged ({line.flaw})")
     return None
 
 
@@ -288,7 +292,7 @@ def _json_text(line: bytes, key: str, number: int) -> str | Bad:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Bad(number, "undecodable", f"not UTF-8 ({error})")
+        return Bad(number, UNDECODABLE, f"not UTF-8 ({error})")
     except (ValueError, RecursionError) as error:
         return Bad(number, "invalid JSON", f"not a line of JSON ({error})")
     if not isinstance(record, dict):

@@ -223,6 +223,9 @@ def test_truncated_archives(
     manifests = {}
     for workers in (1, 2):
         settings = replace(base, workers=workers, chunk_bytes=8 * 1000)
+        with pytest.raises(DataError, match=r"breaks off\), so the rest.*--allow-damaged-files"):
+            run([source], tmp_path / f"w{workers}", settings)
+        settings = replace(settings, allow_damaged_files=True)
         manifests[workers] = run([source], tmp_path / f"w{workers}", settings)
     assert manifests[1] == manifests[2]
     found = decoded(tmp_path / "w1_text_document", tokenizer_file)
@@ -233,6 +236,44 @@ def test_truncated_archives(
     assert first["reason"].startswith("the archive is damaged (it breaks off")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("b.jsonl.zst", b"not an archive", "the archive is damaged"),
+        ("b.txt", "caf\u00e9, na\u00efve\n".encode("latin-1"), "not UTF-8"),
+        ("b.txt", b"the cat\n" * 100, "longer than --max-document-mb"),
+    ],
+)
+def test_a_file_nothing_can_be_read_of_is_more_than_a_bad_line(
+    tmp_path: Path, base: Settings, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / "a.txt").write_text("the cat\n\nthe rat\n")
+    (tmp_path / name).write_bytes(content)
+    inputs, settings = [tmp_path / "a.txt", tmp_path / name], replace(base, max_document_bytes=500)
+    with pytest.raises(DataError, match=rf"{name}:\d+: .*{message}.*, so .* --allow-damaged-files"):
+        run(inputs, tmp_path / "out", settings)
+    assert not list(tmp_path.glob("*.bin"))
+    manifest = run(inputs, tmp_path / "out", replace(settings, allow_damaged_files=True))
+    assert (manifest["documents"], manifest["dropped"]["count"]) == (2, 1)
+
+
+def test_archives_other_tools_make(tmp_path: Path, base: Settings, tokenizer_file: Path) -> None:
+    """`zstd --long=31`, and gzip members that were padded to whole blocks."""
+    texts = [each for each in TEXTS if each]
+    half = len(texts) // 2
+    long = zstandard.ZstdCompressionParameters(window_log=31)
+    # A frame that tells its size shrinks its window to it; one that does not asks for all of it.
+    compressor = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(
+        compressor.compress(json_lines(texts[:half])) + compressor.flush()
+    )
+    members = [gzip.compress(json_lines([each])) for each in texts[half:]]
+    padded = [member + bytes(-len(member) % 512) + bytes(512 * 9) for member in members]
+    (tmp_path / "b.jsonl.gz").write_bytes(b"".join(padded))
+    run([tmp_path / "a.jsonl.zst", tmp_path / "b.jsonl.gz"], tmp_path / "out", base)
+    assert decoded(tmp_path / "out_text_document", tokenizer_file) == texts
+
+
 def test_damaged_and_strange_parquet(tmp_path: Path, base: Settings) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -240,7 +281,9 @@ def test_damaged_and_strange_parquet(tmp_path: Path, base: Settings) -> None:
     parquet.write_table(pyarrow.table({"text": ["one", None, "two"]}), good)
     parquet.write_table(pyarrow.table({"title": ["one"]}), values)
     bad.write_bytes(good.read_bytes()[:-20])
-    manifest = run([good, bad], tmp_path / "out", base)
+    with pytest.raises(DataError, match=r"bad\.parquet:1: the parquet file is damaged"):
+        run([good, bad], tmp_path / "out", base)
+    manifest = run([good, bad], tmp_path / "out", replace(base, allow_damaged_files=True))
     assert manifest["dropped"]["kinds"] == {"not a string": 1, "damaged file": 1}
     assert manifest["dropped"]["first"][0]["line"] == 2
     with pytest.raises(DataError, match=r"values\.parquet: no column 'text' \(columns: 'title'\)"):
@@ -287,6 +330,26 @@ def test_the_same_again_is_not_done_again(tmp_path: Path, base: Settings) -> Non
         run([source], tmp_path / "out", replace(base, append_eod=False))
     changed = replace(base, append_eod=False, overwrite=True)
     assert run([source], tmp_path / "out", changed)["tokens"] < manifest["tokens"]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_result_that_was_damaged_is_not_finished(
+    tmp_path: Path, base: Settings, ending: str, damage: str
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
+    manifest = run([tmp_path / "in.jsonl"], tmp_path / "out", base)
+    file = tmp_path / f"out_text_document{ending}"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content[:4])
+    found = "is missing" if damage == "missing" else "has 4 bytes"
+    with pytest.raises(DataError, match=f"{file.name}: {found}, {len(content)} were.*--overwrite"):
+        run([tmp_path / "in.jsonl"], tmp_path / "out", base)
+    assert run([tmp_path / "in.jsonl"], tmp_path / "out", replace(base, overwrite=True)) == manifest
+    assert file.read_bytes() == content
 
 
 def begun(tmp_path: Path, base: Settings) -> Path:

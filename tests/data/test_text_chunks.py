@@ -208,11 +208,41 @@ def test_directories_and_globs_in_order(tmp_path: Path) -> None:
     assert found == ["1.jsonl.gz", "2.txt", "a.json"]
 
 
-def test_prepared_data_in_the_directory_is_not_text(tmp_path: Path) -> None:
-    for name in ("text.jsonl", "x_text_document.bin", "x_text_document.json", "y.parts/plan.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    assert [file.path.name for file in find_inputs([tmp_path])] == ["text.jsonl"]
+def test_what_prepare_left_in_the_directory_is_not_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = json.dumps({"version": 1, "fourfold": "1", "tokens": 3, "sha256": {}})
+    kept = {
+        # Raw text beside a dataset of the same name, and what only looks like our own.
+        "wiki.jsonl": "{}",
+        "wiki.txt": "text",
+        "other.json": '{"fourfold": "is the name of a program"}',
+        "cut.parts/text.jsonl": "{}",
+    }
+    left_out = {
+        "wiki.json": manifest,
+        "unfinished.parts/plan.json": "{}",
+        "unfinished.parts/0123456789abcdef/part-000000-000000.json": "{}",
+        "spool.parts/stdin-0123456789abcdef0123456789abcdef.jsonl": "{}",
+        ".fourfold_cache/0123.json": "{}",
+        ".cache/deeper/text.jsonl": "{}",
+        ".hidden.txt": "text",
+    }
+    for name, content in {**kept, **left_out, "wiki_ids.npy": "", "wiki.bin": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "linked").symlink_to(tmp_path / "cut.parts")
+    found = [str(file.path.relative_to(tmp_path)) for file in find_inputs([tmp_path])]
+    assert found == sorted(kept)
+    for reason in (
+        f"left out 1 manifests of token files: {tmp_path}/wiki.json",
+        "left out 3 files of unfinished work: ",
+        f"left out 1 hidden files: {tmp_path}/.hidden.txt",
+        f"left out 2 files in hidden directories: {tmp_path}/.cache/deeper/text.jsonl, ",
+        f"left out 1 links to directories: {tmp_path}/linked",
+    ):
+        assert any(message.startswith(f"{tmp_path}: {reason}") for message in caplog.messages)
+    assert len(caplog.messages) == 5
 
 
 @pytest.mark.parametrize(
