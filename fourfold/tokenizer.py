@@ -117,9 +117,21 @@ class Tokenizer:
             path = path / "tokenizer.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(self._file.to_str(pretty=True), encoding="utf-8")
+        with unfinished.open("w", encoding="utf-8") as stream:
+            stream.write(self.to_json())
+            stream.flush()
+            os.fsync(stream.fileno())
         unfinished.replace(path)
         return path
+
+    def to_json(self) -> str:
+        """What `tokenizer.json` holds."""
+        return self._file.to_str(pretty=True)
+
+    @property
+    def is_gpt2_like(self) -> bool:
+        """Whether `vocab.json` and `merges.txt` alone say everything, as GPT-2's do."""
+        return self._fast is not None
 
     def encode(self, text: str) -> list[int]:
         ids, _ = self.encode_joined([text])

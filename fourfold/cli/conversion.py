@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 Format = Literal["hf", "fourfold", "fleetx", "megatron"]
+Names = Literal["core", "core-local", "classic"]
 
 
 def convert(
@@ -26,10 +27,26 @@ def convert(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The tokenizer, where the source has none beside it.")
     ] = None,
+    megatron_names: Annotated[
+        Names | None,
+        typer.Option(
+            help="Names for Megatron Core with Transformer Engine (core, the default), with "
+            "--transformer-impl local (core-local), or for Megatron-DeepSpeed (classic)."
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Number of Megatron's tensor ranks [1].")
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, help="Number of Megatron's pipeline stages [1].")
+    ] = None,
 ) -> None:
     """Convert a checkpoint between Fourfold, Hugging Face, FleetX and Megatron."""
+    from fourfold.convert import MegatronLayout
     from fourfold.convert import convert as write
 
+    chosen = {"names": megatron_names, "tp": tp, "pp": pp}
+    given = {key: value for key, value in chosen.items() if value is not None}
     done = write(
         source,
         target,
@@ -37,6 +54,7 @@ def convert(
         num_attention_heads=num_attention_heads,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
+        megatron=MegatronLayout(**given) if given else None,  # type: ignore[arg-type]
     )
     for note in done.notes:
         print(f"note: {note}")
@@ -46,5 +64,8 @@ def convert(
         f"{sizes['hidden_size']}, {sizes['num_attention_heads']} heads, vocabulary of "
         f"{sizes['vocab_size']}"
     )
+    if done.flags:
+        print("Megatron must be given, besides its data, batch and training flags:")
+        print("\n".join(f"  {flag}" for flag in done.flags))
     if to == "fourfold" and done.has_tokenizer:
         print(f"Write text: fourfold generate -c {target / 'config.yaml'} --prompt TEXT")

@@ -12,7 +12,7 @@ from fourfold.convert.detect import load_foreign
 from fourfold.convert.fleetx import write_fleetx
 from fourfold.convert.foreign import ForeignModel, Kind
 from fourfold.convert.huggingface_out import SHARD_BYTES, write_huggingface
-from fourfold.convert.megatron import write_megatron
+from fourfold.convert.megatron_out import MegatronLayout, write_megatron
 from fourfold.convert.native import write_native
 from fourfold.errors import CheckpointError, UserError
 from fourfold.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ class Converted:
     model: dict[str, int | float]
     has_tokenizer: bool
     notes: list[str]
+    flags: list[str]  # what Megatron must be given to load it
 
 
 def convert(
@@ -36,14 +37,17 @@ def convert(
     num_attention_heads: int | None = None,
     vocab_size: int | None = None,
     tokenizer: Path | str | None = None,
+    megatron: MegatronLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
     """Write the model at `source` to the new directory `target` in the format `to`.
 
     `target` appears complete or not at all. `vocab_size` cuts off the padding of a vocabulary;
-    `tokenizer` names one that is not beside the source.
+    `tokenizer` names one that is not beside the source; `megatron` is for that format alone.
     """
     target = Path(target)
+    if megatron is not None and to != "megatron":
+        raise UserError(f"--megatron-names, --tp and --pp are for --to megatron, not --to {to}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty; name a new directory")
     whole = target.absolute()
@@ -54,8 +58,13 @@ def convert(
             if vocab_size is not None:
                 model.trim_vocabulary(vocab_size)
             words = _tokenizer(model, tokenizer)
-            _write(model, temporary, target, to, words, shard_bytes)
-            done = Converted(model.kind, model.model, words is not None, model.notes)
+            flags = []
+            if to == "megatron":
+                layout = megatron or MegatronLayout()
+                flags = write_megatron(model, temporary, target, layout, words)
+            else:
+                _write(model, temporary, target, to, words, shard_bytes)
+            done = Converted(model.kind, model.model, words is not None, model.notes, flags)
         temporary.rename(target)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error}") from error
@@ -77,7 +86,7 @@ def _write(
     elif to == "hf":
         write_huggingface(model, directory, tokenizer, shard_bytes)
     else:
-        (write_fleetx if to == "fleetx" else write_megatron)(model, directory)
+        write_fleetx(model, directory)
         if tokenizer is not None:
             tokenizer.save(directory / "tokenizer.json")
 

@@ -2,7 +2,8 @@
 
 config.json, generation_config.json
 model.safetensors, or model-0000i-of-0000N.safetensors and the index
-tokenizer.json, tokenizer_config.json, special_tokens_map.json, vocab.json, merges.txt
+tokenizer.json, tokenizer_config.json, special_tokens_map.json; for GPT-2's kind of tokenizer also
+vocab.json and merges.txt
 README.md, the model card
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fourfold.convert.files import write_json, write_pair
 from fourfold.convert.foreign import ForeignModel
 from fourfold.convert.huggingface import CONFIG, FOREIGN_PARTS, SAFETENSORS, SAFETENSORS_INDEX
 from fourfold.convert.stored import Stored, blocks_from_heads, transposed
@@ -45,8 +47,8 @@ def write_huggingface(
     _write_shards(directory, weights, shard_bytes)
     end = tokenizer.eos_id if tokenizer else None
     ends = {"bos_token_id": end, "eos_token_id": end}
-    _write_json(directory / CONFIG, _config(model) | ends)
-    _write_json(directory / "generation_config.json", ends | {"pad_token_id": end})
+    write_json(directory / CONFIG, _config(model) | ends)
+    write_json(directory / "generation_config.json", ends | {"pad_token_id": end})
     if tokenizer is not None:
         _write_tokenizer(directory, tokenizer, model.shape.max_position_embeddings)
     (directory / "README.md").write_text(_card(model, tokenizer))
@@ -80,7 +82,7 @@ def _write_shards(directory: Path, weights: dict[str, Stored], shard_bytes: int)
     if len(shards) > 1:
         total = sum(source.nbytes for source in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": files}
-        _write_json(directory / SAFETENSORS_INDEX, index)
+        write_json(directory / SAFETENSORS_INDEX, index)
 
 
 def _shards(weights: dict[str, Stored], shard_bytes: int) -> Iterator[list[str]]:
@@ -116,28 +118,25 @@ def _config(model: ForeignModel) -> dict[str, Any]:
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, positions: int) -> None:
-    file = tokenizer.save(directory / "tokenizer.json")
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
+    tokenizer.save(directory / "tokenizer.json")
+    # GPT-2 has no padding of its own; what stands behind the end is masked, whatever it is.
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
-    _write_json(directory / "tokenizer_config.json", about | special)
-    _write_json(directory / "special_tokens_map.json", special)
-    bpe = json.loads(file.read_text(encoding="utf-8"))["model"]
-    vocabulary = bpe["vocab"] | {END_OF_TEXT: tokenizer.eos_id}
-    _write_json(directory / "vocab.json", vocabulary)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
-    text = "\n".join(["#version: 0.2", *merges, ""])
-    (directory / "merges.txt").write_text(text, encoding="utf-8")
+    write_json(directory / "tokenizer_config.json", about | special)
+    write_json(directory / "special_tokens_map.json", special)
+    write_pair(directory, tokenizer)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+def _kind(tokenizer: Tokenizer) -> str:
+    if tokenizer.is_gpt2_like:
+        return "byte-level BPE"
+    return json.loads(tokenizer.to_json())["model"]["type"]
 
 
 def _card(model: ForeignModel, tokenizer: Tokenizer | None) -> str:
     sizes = model.shape
     words = (
-        f"byte-level BPE of {tokenizer.vocab_size} tokens; documents end with `{END_OF_TEXT}`"
+        f"{_kind(tokenizer)} of {tokenizer.vocab_size} tokens; documents end with `{END_OF_TEXT}`"
         if tokenizer
         else "none was given; add the one the model was trained with"
     )

@@ -1,11 +1,11 @@
-"""Megatron-LM and Megatron-DeepSpeed checkpoints of the `torch` format, in and out.
+"""Megatron-LM and Megatron-DeepSpeed checkpoints of the `torch` format, in.
 
     latest_checkpointed_iteration.txt        names iter_XXXXXXX or release
     iter_XXXXXXX/mp_rank_TT[_PPP]/model_optim_rng.pt, or model_rng.pt
 
 Tensor and pipeline ranks are merged, virtual stages too. Both naming schemes are read: the classic
 one (`language_model.encoder.layers.0.self_attention.query_key_value`) and megatron.core's
-(`decoder.layers.0.self_attention.linear_qkv`). Written is the classic one, for one rank.
+(`decoder.layers.0.self_attention.linear_qkv`).
 
 The rows of qkv are ours, head by head, since checkpoint version 2.0; version 1.0 has triples
 (q, k, v) within each head and version 0 all q, all k, all v of a rank.
@@ -13,19 +13,14 @@ The rows of qkv are ours, head by head, since checkpoint version 2.0; version 1.
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fourfold.checkpoint.manifest import read_bounded
 from fourfold.convert.files import find_tokenizer
 from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
 from fourfold.convert.pickles import Record
-from fourfold.convert.scratch import disk_tensor
 from fourfold.convert.stored import Stored, heads_from_blocks, heads_from_triples, joined
 from fourfold.convert.torch_files import Namespace, read_torch_file
 from fourfold.errors import CheckpointError
@@ -34,7 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 STEP = re.compile(r"iter_\d{7}|release")
 
-_FILES = ("model_optim_rng.pt", "model_rng.pt")
+FILES = ("model_optim_rng.pt", "model_rng.pt")
 MAX_DEPTH = 8
 MAX_NAMES = 100_000
 
@@ -68,11 +63,11 @@ _LAYER = re.compile(
     r"(layer_norm_)?(weight|bias)"
 )
 _FINAL = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)")
-_OUR_LAYER = re.compile(r"layers\.(\d+)\.")
+OUR_LAYER = re.compile(r"layers\.(\d+)\.")
 _WRAPPERS = re.compile(r"^(?:module\.)*(?:language_model\.)?")
 
 # The axis along which tensor ranks hold pieces; all else is the same on every rank.
-_PIECES = {
+PIECES = {
     "attn.qkv.weight": 0,
     "attn.qkv.bias": 0,
     "attn.out.weight": 1,
@@ -102,14 +97,11 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("onnx_safe", (False,), "the exact GELU in place of the tanh form"),
 )
 
-_OPTIONS = {
+OPTIONS = {
     "hidden_dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
     "init_method_std": "initializer_range",
 }
-
-
-# --- in ---------------------------------------------------------------------------------------
 
 
 def read_megatron(directory: Path, heads: int | None = None) -> ForeignModel:
@@ -173,7 +165,7 @@ def _merge_ranks(
                 parts = [_in_our_order(piece, name, version, heads // width) for piece in pieces]
                 # The embedding is on the first and on the last stage.
                 found.setdefault(name, _merged(name, parts))
-            before += len({match[1] for n in pieces[0] if (match := _OUR_LAYER.match(n))})
+            before += len({match[1] for n in pieces[0] if (match := OUR_LAYER.match(n))})
     return found
 
 
@@ -200,9 +192,9 @@ def _ranks(step: Path) -> dict[tuple[int, int], Path]:
     for path in step.iterdir():
         match = RANK.fullmatch(path.name)
         if match:
-            file = next((path / name for name in _FILES if (path / name).is_file()), None)
+            file = next((path / name for name in FILES if (path / name).is_file()), None)
             if file is None:
-                raise CheckpointError(f"{path} holds neither of {', '.join(_FILES)}")
+                raise CheckpointError(f"{path} holds neither of {', '.join(FILES)}")
             found[int(match[2] or 0), int(match[1])] = file
         elif path.name.startswith("mp_rank_"):
             raise CheckpointError(f"{path}: experts are not part of Fourfold's model")
@@ -232,7 +224,7 @@ def _refuse(step: Path, args: dict[Any, Any]) -> None:
 def _options(args: dict[Any, Any]) -> dict[str, float]:
     return {
         ours: float(args[theirs])
-        for theirs, ours in _OPTIONS.items()
+        for theirs, ours in OPTIONS.items()
         if isinstance(args.get(theirs), float) and 0 <= args[theirs] < 1
     }
 
@@ -290,69 +282,5 @@ def _in_our_order(piece: dict[str, Stored], name: str, version: Any, heads: int)
 
 
 def _merged(name: str, pieces: list[Stored]) -> Stored:
-    axis = _PIECES.get(re.sub(r"^layers\.\d+\.", "", name))
+    axis = PIECES.get(re.sub(r"^layers\.\d+\.", "", name))
     return pieces[0] if axis is None else joined(pieces, axis)
-
-
-# --- out --------------------------------------------------------------------------------------
-
-_FOREIGN_PARTS = {
-    "norm1": "input_layernorm",
-    "attn.qkv": "self_attention.query_key_value",
-    "attn.out": "self_attention.dense",
-    "norm2": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
-}
-
-
-def write_megatron(model: ForeignModel, directory: Path) -> None:
-    """The `release` of a model, which Megatron loads as weights to start from."""
-    leaf = directory / "release" / "mp_rank_00"
-    leaf.mkdir(parents=True)
-    encoder: dict[str, Tensor] = {}
-    embedding: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in model.tensors():
-        kept = disk_tensor(directory, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
-            encoder[f"layers.{match[1]}.{_FOREIGN_PARTS[match[2]]}.{match[3]}"] = kept
-        elif name.startswith("norm."):
-            encoder[f"final_layer{name}"] = kept
-        else:
-            embedding[f"{name.split('.')[1]}_embeddings"] = {"weight": kept}
-    content = {
-        "args": _arguments(model),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "model": {"language_model": {"embedding": embedding, "encoder": encoder}},
-    }
-    torch.save(content, leaf / "model_optim_rng.pt")
-    (directory / TRACKER).write_text("release")
-
-
-def _arguments(model: ForeignModel) -> argparse.Namespace:
-    """What Megatron compares on loading, and what describes the network to its tools."""
-    sizes = model.shape
-    return argparse.Namespace(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        ffn_hidden_size=sizes.ffn_hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        kv_channels=sizes.head_size,
-        max_position_embeddings=sizes.max_position_embeddings,
-        seq_length=sizes.max_position_embeddings,
-        padded_vocab_size=sizes.vocab_size,
-        make_vocab_size_divisible_by=1,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        add_position_embedding=True,
-        position_embedding_type="learned_absolute",
-        layernorm_epsilon=1e-5,
-        untie_embeddings_and_output_weights=False,
-        bias_gelu_fusion=True,
-        tokenizer_type="GPT2BPETokenizer",
-        iteration=0,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        **{theirs: model.model[ours] for theirs, ours in _OPTIONS.items() if ours in model.model},
-    )

@@ -36,10 +36,12 @@ COLUMNS = ("attn.qkv.weight", "attn.qkv.bias", "mlp.up.weight", "mlp.up.bias")
 ROWS = ("attn.out.weight", "mlp.down.weight")
 
 
-def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def weights(
+    seed: int = 0, dtype: torch.dtype = torch.float32, vocabulary: int = VOCAB
+) -> dict[str, Tensor]:
     """A small model under our names."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = expected_shapes(VOCAB, HIDDEN, LAYERS, 4 * HIDDEN, POSITIONS)
+    shapes = expected_shapes(vocabulary, HIDDEN, LAYERS, 4 * HIDDEN, POSITIONS)
     return {
         name: (0.1 * torch.randn(shape, generator=generator)).to(dtype)
         for name, shape in shapes.items()
