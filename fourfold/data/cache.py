@@ -1,9 +1,12 @@
 """Results kept on disk under a hash of everything they depend on.
 
-An entry is a directory of `.npy` files or one JSON file, written under a temporary name, synced
-and renamed. So an entry that exists is whole, any number of processes may build the same one at
-once, and a change of any input is another entry. An entry that does not hold what is expected of
-it (a damaged disk, an editor) is replaced. Without a writable place nothing is kept.
+An entry is a directory of `.npy` files with their checksums, or one JSON file, written under a
+temporary name, synced and renamed. So an entry that exists is whole, any number of processes may
+build the same one at once, and a change of any input is another entry. An entry that does not hold
+what was written (a damaged disk, an editor) is replaced. Without a writable place nothing is kept.
+
+All ranks of a run open the same data. Rank 0 comes first and checks it; the others do so in
+`trusting()`, where what has just been checked is not read through again.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fourfold import heartbeat
 from fourfold.data.npy import map_npy
 from fourfold.errors import DataError
 
@@ -29,9 +36,27 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 DIRECTORY = ".fourfold_cache"
 ABANDONED_SECONDS = 24 * 3600
+CHECKSUMS = "checksums.json"
+BLOCK_BYTES = 1 << 24
 
 Arrays = dict[str, np.ndarray]
 Expected = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trusting(trusted: bool = True) -> Iterator[None]:
+    """Within this, what another process of the same start has checked is taken as it is."""
+    token = _trusted.set(trusted)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_trusted() -> bool:
+    return _trusted.get()
 
 
 def key_of(inputs: dict[str, Any]) -> str:
@@ -71,20 +96,48 @@ def cached_arrays(
 
 
 def _load(entry: Path, expected: Expected) -> Arrays | None:
+    """The arrays of an entry that is there and whole; a damaged one is logged."""
     if not entry.is_dir():
         return None
+    try:
+        return _read(entry, expected)
+    except DataError as error:
+        log.warning("index cache is damaged, building it again: %s", error)
+        return None
+
+
+def _read(entry: Path, expected: Expected) -> Arrays:
+    checksums = {} if is_trusted() else _read_json(entry / CHECKSUMS)
+    if checksums is None:
+        raise DataError(f"{entry / CHECKSUMS}: missing or damaged")
     arrays = {}
     for name, (shape, dtype) in expected.items():
-        try:
-            array = map_npy(entry / f"{name}.npy")
-        except DataError as error:
-            log.warning("damaged index cache, building again: %s", error)
-            return None
+        file = entry / f"{name}.npy"
+        array = map_npy(file)
         if array.size != np.prod(shape, dtype=np.int64) or array.dtype != dtype:
-            log.warning("%s: damaged index cache, building again", entry / f"{name}.npy")
-            return None
+            raise DataError(f"{file}: {array.size} values of {array.dtype} are not {shape} {dtype}")
+        if not is_trusted() and checksums.get(name) != _checksum(array):
+            raise DataError(f"{file}: the values are not those that were written")
         arrays[name] = array.reshape(shape)
     return arrays
+
+
+def _is_whole(entry: Path, expected: Expected) -> bool:
+    try:
+        _read(entry, expected)
+    except DataError:
+        return False
+    return True
+
+
+def _checksum(array: np.ndarray) -> int:
+    """Of the values, not of the file: the same whoever wrote it."""
+    content = np.ascontiguousarray(array.reshape(-1)).view(np.uint8)
+    value = 0
+    for start in range(0, len(content), BLOCK_BYTES):
+        value = zlib.crc32(content[start : start + BLOCK_BYTES].data, value)
+        heartbeat.beat(0, "checking indices")
+    return value
 
 
 def _store(place: Path, key: str, expected: Expected, built: Arrays) -> Arrays | None:
@@ -99,6 +152,8 @@ def _store(place: Path, key: str, expected: Expected, built: Arrays) -> Arrays |
                 np.save(file, array.reshape(-1), allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
+        checksums = {name: _checksum(array) for name, array in built.items()}
+        _write_json(temporary / CHECKSUMS, checksums)
         _sync_directory(temporary)
         _commit(temporary, place / key, expected)
         _sync_directory(place)
@@ -109,28 +164,43 @@ def _store(place: Path, key: str, expected: Expected, built: Arrays) -> Arrays |
 
 def _commit(temporary: Path, entry: Path, expected: Expected) -> None:
     """Rename into place unless a whole entry is already there; a damaged one is moved away."""
+    if _renamed(temporary, entry) or _is_whole(entry, expected):
+        return
+    moved = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}.tmp")
+    with suppress(FileNotFoundError):  # another process is moving it away too
+        entry.rename(moved)
+    if _is_whole(moved, expected):
+        # Another process was faster. This is its whole entry, which others may have mapped, so it
+        # goes back, unless there is one more by now.
+        _renamed(moved, entry)
+    else:
+        _renamed(temporary, entry)
+    shutil.rmtree(moved, ignore_errors=True)
+
+
+def _renamed(directory: Path, entry: Path) -> bool:
+    """Give a directory the name of an entry; False if there is one already."""
     try:
-        temporary.rename(entry)
+        directory.rename(entry)
     except OSError:
         if not entry.is_dir():
             raise
-        if _load(entry, expected) is None:
-            damaged = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}.tmp")
-            entry.rename(damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
-            temporary.rename(entry)
+        return False
+    return True
 
 
 def read_record(places: Sequence[Path], key: str) -> dict[str, Any] | None:
     """A small JSON object stored under `key`, or None."""
-    for place in places:
-        try:
-            record = json.loads((place / f"{key}.json").read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
+    records = (_read_json(place / f"{key}.json") for place in places)
+    return next((record for record in records if record is not None), None)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def write_record(places: Sequence[Path], key: str, record: dict[str, Any]) -> None:
@@ -138,14 +208,18 @@ def write_record(places: Sequence[Path], key: str, record: dict[str, Any]) -> No
         temporary = place / f".{key}.{uuid.uuid4().hex}.tmp"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "w") as file:
-                json.dump(record, file)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_json(temporary, record)
             temporary.rename(place / f"{key}.json")
             return
         except OSError as error:
             log.warning("%s: result not kept here (%s)", place, error.strerror or error)
+
+
+def _write_json(path: Path, content: object) -> None:
+    with path.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_directory(directory: Path) -> None:

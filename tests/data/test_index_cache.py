@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from token_files import documents_of, write_megatron
 
-from fourfold.data import Samples, indices, open_datasets
+from fourfold.data import Samples, cache, indices, open_datasets
 from fourfold.data import samples as samples_module
 from fourfold.errors import DataError
 
@@ -51,6 +52,7 @@ def test_the_second_opening_builds_nothing(data: Path, monkeypatch: pytest.Monke
     (entry,) = entries(data / ".fourfold_cache")
     assert entry.name == samples.fingerprint
     assert sorted(path.name for path in entry.iterdir()) == [
+        "checksums.json",
         "document_index.npy",
         "sample_index.npy",
         "shuffle_index.npy",
@@ -119,7 +121,39 @@ def test_a_damaged_entry_is_built_again(data: Path, name: str, damage: str) -> N
     assert [path.name for path in (data / ".fourfold_cache").iterdir()] == [entry.name]
 
 
-def test_values_that_point_nowhere_are_noticed(data: Path) -> None:
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+@pytest.mark.parametrize("value", [0, 1, 2**31 - 1])
+def test_changed_values_are_noticed_and_built_again(
+    data: Path, name: str, value: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a damaged disk: sizes, dtypes and headers are right, and so may every value be."""
+    built = served(open_train(data))
+    (entry,) = entries(data / ".fourfold_cache")
+    file = entry / f"{name}.npy"
+    content = file.read_bytes()
+    array = np.load(file)
+    array[3:9] = value
+    np.save(file, array)
+    assert served(open_train(data)) == built
+    assert file.read_bytes() == content
+    assert [message for message in caplog.messages if str(file) in message] == [
+        f"index cache is damaged, building it again: {file}: the values are not those that were "
+        "written"
+    ]
+
+
+def test_an_entry_without_checksums_is_built_again(data: Path) -> None:
+    built = served(open_train(data))
+    (entry,) = entries(data / ".fourfold_cache")
+    for content in (None, "[]", "{}", '{"sample_index": "x"}', "{"):
+        (entry / "checksums.json").unlink()
+        if content is not None:
+            (entry / "checksums.json").write_text(content)
+        assert served(open_train(data)) == built
+        assert (entry / "checksums.json").stat().st_size > 10
+
+
+def test_values_that_point_nowhere_are_noticed_by_those_who_trust(data: Path) -> None:
     open_train(data)
     (entry,) = entries(data / ".fourfold_cache")
     for name in ("document_index", "sample_index", "shuffle_index"):
@@ -127,10 +161,35 @@ def test_values_that_point_nowhere_are_noticed(data: Path) -> None:
         array = np.load(file)
         for value in (2**31 - 1, -5 if array.dtype.kind == "i" else 999):
             np.save(file, np.full_like(array, value))
-            with pytest.raises(DataError, match="the cache is damaged, delete"):
+            with pytest.raises(DataError, match="the cache is damaged, delete"), cache.trusting():
                 open_train(data)[0]
         np.save(file, array)
     assert len(open_train(data)[0]) == 7
+
+
+def test_an_entry_another_process_has_just_mended_is_left_to_it(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes find the same damage; the slower must not remove what the faster made."""
+    built = served(open_train(data))
+    (entry,) = entries(data / ".fourfold_cache")
+    whole = data / "whole"
+    shutil.copytree(entry, whole)
+    (entry / "sample_index.npy").write_bytes(b"damaged")
+    rename = Path.rename
+    faster: list[int] = []
+
+    def after_the_other(self: Path, target: Path) -> Path:
+        if self == entry and not faster:  # about to move the damaged entry away
+            shutil.rmtree(entry)
+            rename(whole, entry)
+            faster.append((entry / "sample_index.npy").stat().st_ino)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", after_the_other)
+    assert served(open_train(data)) == built
+    assert faster == [(entry / "sample_index.npy").stat().st_ino]
+    assert entries(data / ".fourfold_cache") == [entry]
 
 
 def test_unwritable_data_directory(data: Path, own_user_cache: Path) -> None:
