@@ -159,19 +159,26 @@ def fit_in_processes(
     """All processes of one machine, started and watched by this one; the exit code."""
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
     from fourfold.engine import Engine
+    from fourfold.engine.lock import claim
     from fourfold.launch.supervise import supervise
     from fourfold.parallel import layout_of, preload
 
+    output_dir = Path(config.Engine.save_load.output_dir)
+    # Held over restarts, and by all ranks, since it is inherited.
+    held = claim(output_dir)
     preload(layout_of(config))
     if hang_seconds is None:
         hang_seconds = config.Distributed.timeout_seconds
-    return supervise(
-        lambda: Engine(config, nproc, expected).fit(save=save),
-        nproc,
-        Path(config.Engine.save_load.output_dir) / "logs",
-        max_restarts=max_restarts,
-        hang_seconds=hang_seconds,
-    )
+    try:
+        return supervise(
+            lambda: Engine(config, nproc, expected).fit(save=save),
+            nproc,
+            output_dir / "logs",
+            max_restarts=max_restarts,
+            hang_seconds=hang_seconds,
+        )
+    finally:
+        held.release()
 
 
 def _train_on_nodes(

@@ -18,6 +18,7 @@ from fourfold.engine.expectation import Expectation
 from fourfold.engine.feeds import open_feeds
 from fourfold.engine.guard import Guard
 from fourfold.engine.instruments import Instruments
+from fourfold.engine.lock import Claim, claim
 from fourfold.engine.summary import describe
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
@@ -36,6 +37,7 @@ class Engine:
         self, config: Config, world_size: int = 1, expected: Expectation | None = None
     ) -> None:
         """`expected` is what a plan said of this run; it is compared with what happens."""
+        heartbeat.beat(0, "start")
         self.config = config
         self.expected = expected
         self.pace = config.pace
@@ -52,6 +54,7 @@ class Engine:
             agree=self.mesh.agree,
             timeout_seconds=timeout,
         )
+        self.claim = self.mesh.together(self._claim)
         # Rank 0 makes the index caches, the others then find them.
         self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
         self.runner = parallelize(config, self.mesh, self.device)
@@ -67,6 +70,14 @@ class Engine:
         self.pending_save: PendingSave | None = None
         self.notices = [*config.notices, *self.feeds.notices]
 
+    def _claim(self) -> Claim | None:
+        """Before memory is taken that a run at work in the same directory may need."""
+        if self.mesh.rank > 0:
+            return None
+        held = claim(self.output_dir)
+        held.keep()
+        return held
+
     # -- the loop ---------------------------------------------------------------------------
 
     def fit(self, *, save: bool = True) -> None:
@@ -74,12 +85,13 @@ class Engine:
 
         Without `save` it leaves no checkpoint and no picture: the run is only to be watched.
         """
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        heartbeat.beat(self.step, "resume")
-        saving.resume(self)
         with ExitStack() as closing:
             # Closed in the reverse order; one that fails does not keep the others from it.
+            if self.claim is not None:
+                closing.callback(self.claim.release)
             closing.callback(self.feeds.close)
+            heartbeat.beat(self.step, "resume")
+            saving.resume(self)
             watch = self._open_instruments(closing)
             with StopRequest(self.output_dir, watches_file=self.mesh.rank == 0) as stop:
                 stopped = self._train(watch, stop, save)

@@ -141,6 +141,29 @@ def test_a_user_error_of_all_processes_is_shown_once(tiny: Path) -> None:
     assert result.stderr.count("nowhere") == 1 and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [[], ["--nproc", "1"]], ids=["single", "supervised"])
+def test_a_second_run_in_the_same_directory_is_refused(first: list[str], tiny: Path) -> None:
+    words = [sys.executable, "-m", "fourfold", "train", "-c", str(tiny)]
+    settings = ["-o", "Engine.max_steps=100000", "-o", "Engine.eval_freq=0"]
+    at_work = subprocess.Popen([*words, *first, *settings], stdout=subprocess.DEVNULL)
+    try:
+        while not (tiny.parent / "run" / "metrics.jsonl").exists():
+            assert at_work.poll() is None
+            time.sleep(0.05)
+        for second in ([], ["--nproc", "2"]):
+            result = train("-c", str(tiny), *second)
+            assert result.returncode == 2
+            assert f"a run is at work there (process {at_work.pid} on" in result.stderr
+            assert "Traceback" not in result.stderr and result.stderr.count("\n") == 1
+        at_work.kill()
+        at_work.wait()
+        assert train("-c", str(tiny), *first, "-o", "Engine.max_steps=2").returncode == 0
+    finally:
+        at_work.kill()
+        at_work.wait()
+
+
 def one_node() -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,199 @@
+"""One run at a time in an output directory.
+
+The supervisor of a run, or where there is none its rank 0, holds the file `.lock` there. It is
+locked by `flock`, which processes forked later hold too, and which the kernel undoes when the last
+of them has ended, however it ended: a dead run keeps nobody out.
+
+On a file system without such locks the file is a lease. Its holder renews it every few seconds, and
+it is void when it was not renewed for `LEASE_SECONDS`, or at once when its process has ended on
+this machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+from weakref import WeakValueDictionary
+
+from fourfold.errors import UserError
+
+LOCK_FILE = ".lock"
+# What a killed run may need to be gone.
+WAIT_SECONDS = 5.0
+POLL_SECONDS = 0.1
+LEASE_SECONDS = 120.0
+RENEW_SECONDS = 15.0
+# How long another process may take from finding a void lease to writing its own.
+SETTLE_SECONDS = 0.5
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Claim:
+    """The right to write into an output directory, until `release` or the end of the process."""
+
+    def __init__(self, path: Path, file: IO[str] | None, token: str) -> None:
+        self.path = path
+        self._file = file  # None: a lease
+        self._token = token
+        self._process = os.getpid()
+        self._released = threading.Event()
+        self._renewing = False
+
+    @property
+    def is_held(self) -> bool:
+        return not self._released.is_set()
+
+    def release(self) -> None:
+        """Give it up; where it was inherited, only for this process."""
+        self._released.set()
+        if self._file is not None:
+            self._file.close()
+        elif self._process == os.getpid() and _read(self.path).get("token") == self._token:
+            with suppress(OSError):
+                self.path.unlink()
+
+    def keep(self) -> None:
+        """Renew a lease from now on. Not before processes are forked: it takes a thread."""
+        if self._file is None and not self._renewing:
+            self._renewing = True
+            threading.Thread(target=self._renew, name="lease", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_SECONDS):
+            with suppress(OSError):
+                os.utime(self.path)
+
+
+# What this process holds, or inherited from the one that forked it.
+_held: WeakValueDictionary[Path, Claim] = WeakValueDictionary()
+
+
+def claim(output_dir: Path) -> Claim:
+    """Make the directory and keep others out of it; a `UserError` if a run is at work there."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path = output_dir.resolve() / LOCK_FILE
+        held = _held.get(path)
+        if held is None or not held.is_held:
+            held = _held[path] = _lock(path) or _lease(path)
+    except OSError as error:
+        raise UserError(
+            f"{output_dir}: a run cannot write there ({error.strerror or error}); choose another "
+            "Engine.save_load.output_dir"
+        ) from error
+    return held
+
+
+def _lock(path: Path) -> Claim | None:
+    """By flock; None where the file system has none."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not if it was removed before we had it: others would lock its successor.
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                break
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise _refusal(path) from None
+            time.sleep(POLL_SECONDS)
+        except OSError as error:
+            file.close()
+            if error.errno in NO_LOCKS:
+                return None
+            raise
+        file.close()
+    token, owner = _introduction()
+    # On a full disk the lock is held all the same.
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(owner)
+        file.flush()
+    return Claim(path, file, token)
+
+
+def _lease(path: Path) -> Claim:
+    deadline = time.monotonic() + WAIT_SECONDS
+    token, owner = _introduction()
+    temporary = path.with_name(f"{LOCK_FILE}.{token}")
+    try:
+        while True:
+            temporary.write_text(owner, encoding="utf-8")
+            if _is_void(path, temporary.stat().st_mtime):
+                break
+            if time.monotonic() > deadline:
+                raise _refusal(path)
+            time.sleep(POLL_SECONDS)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # Of two that found it void, the last to write has it.
+    time.sleep(SETTLE_SECONDS)
+    if _read(path).get("token") != token:
+        raise _refusal(path)
+    return Claim(path, None, token)
+
+
+def _is_void(path: Path, now: float) -> bool:
+    """`now` is by the clock of the file system, which may not be ours."""
+    try:
+        renewed = path.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    owner = _read(path)
+    pid = owner.get("pid")
+    if owner.get("host") == socket.gethostname() and isinstance(pid, int):
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return True
+        except PermissionError:
+            pass
+    return not owner or now - renewed > LEASE_SECONDS
+
+
+def _introduction() -> tuple[str, str]:
+    """A token of our own, and what the file says of us."""
+    token = secrets.token_hex(8)
+    owner = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": datetime.now().isoformat(sep=" ", timespec="seconds"),
+        "token": token,
+    }
+    return token, json.dumps(owner)
+
+
+def _read(path: Path) -> dict[str, object]:
+    """What the holder says of itself; empty where it is not to be read."""
+    try:
+        owner = json.loads(path.read_bytes()[:4096])
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _refusal(path: Path) -> UserError:
+    owner = _read(path)
+    who = "another process"
+    if owner:
+        who = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('started')}"
+    return UserError(
+        f"{path.parent}: a run is at work there ({who}), and two would overwrite each other's "
+        "checkpoints; wait for it, stop it, or choose another Engine.save_load.output_dir"
+    )
