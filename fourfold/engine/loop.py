@@ -54,9 +54,9 @@ class Engine:
             agree=self.mesh.agree,
             timeout_seconds=timeout,
         )
-        self.claim = self.mesh.together(self._claim)
         # Rank 0 makes the index caches, the others then find them.
         self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
+        self.claim = self.mesh.together(self._claim)
         self.runner = parallelize(config, self.mesh, self.device)
         self.optimizer = build_optimizer(config, self.runner.masters)
         self.schedule = build_schedule(config)
