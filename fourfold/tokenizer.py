@@ -206,6 +206,12 @@ class Tokenizer:
                 lengths[token_id] = len(text.encode()) - without
         return lengths
 
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """No token stands for more bytes of a text; None where a text may be changed before it is
+        encoded, so that its length says nothing."""
+        return None if self._fast is None else int(self.token_bytes.max())
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
         for token_id in ids:

@@ -35,6 +35,9 @@ def serve(
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds a request may take in all.")
     ] = 300.0,
+    access_log: Annotated[
+        bool, typer.Option(help="Write a line for each request to standard error, without texts.")
+    ] = True,
 ) -> None:
     """Serve a trained model over HTTP: OpenAI's API and a page to play with."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
@@ -55,6 +58,7 @@ def serve(
         token=read_token(token_file),
         slots=slots,
         limits=Limits(waiting=queue, request_seconds=timeout),
+        logs_requests=access_log,
         on_notice=lambda text: print(text, file=sys.stderr, flush=True),
     )
     raise typer.Exit(0 if healthy else 1)

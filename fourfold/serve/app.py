@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from fourfold.serve import asking, bodies
 from fourfold.serve.asking import Terms
-from fourfold.serve.guard import Guard
+from fourfold.serve.guard import Guard, client_of
 from fourfold.serve.metrics import Metrics
 from fourfold.serve.page import load_page
 from fourfold.serve.protocol import ApiError, ChatRequest, CompletionRequest
@@ -50,14 +50,16 @@ def create_app(service: Service) -> Starlette:
         check(body, service)
         wanted = await asyncio.to_thread(asking.completion, body, service.terms)
         reply = CompletionReply(wanted, service.name, body.logprobs is not None)
-        return await answer(request, body, reply, service.worker.submit(wanted))
+        job = service.worker.submit(wanted, client_of(request.scope))
+        return await answer(request, body, reply, job)
 
     async def chat(request: Request) -> Response:
         body = await bodies.read(request, ChatRequest, service.terms.limits)
         check(body, service)
         wanted = await asyncio.to_thread(asking.chat, body, service.terms)
         reply = ChatReply(wanted, service.name, bool(body.logprobs))
-        return await answer(request, body, reply, service.worker.submit(wanted))
+        job = service.worker.submit(wanted, client_of(request.scope))
+        return await answer(request, body, reply, job)
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [describe(service)]})

@@ -65,7 +65,7 @@ def completion(body: CompletionRequest, terms: Terms) -> list[Wanted]:
     seed = _seed(body)
     wanted = []
     for prompt in prompts:
-        ids = terms.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = _encoded(prompt, terms) if isinstance(prompt, str) else prompt
         _check_ids(ids, terms)
         echo = None
         if body.echo:
@@ -87,7 +87,7 @@ def chat(body: ChatRequest, terms: Terms) -> list[Wanted]:
     if new == 0:
         raise ApiError(400, "max_tokens: 0 writes nothing; choose 1 or more", param="max_tokens")
     _check_count(1, body, terms.limits)
-    ids = terms.tokenizer.encode(conversation(body.messages))
+    ids = _encoded(conversation(body.messages), terms)
     _check_ids(ids, terms)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     sequences = _sequences(body, ids, new, alternatives, _seed(body), None, terms)
@@ -136,6 +136,25 @@ def _check_count(prompts: int, body: Request, limits: Limits) -> None:
         )
 
 
+def _encoded(text: str, terms: Terms) -> list[int]:
+    longest = terms.tokenizer.longest_token_bytes
+    if longest is not None:
+        # A megabyte takes its time to encode, and its length alone may say that it cannot fit.
+        fewest = -(-len(text.encode(errors="replace")) // longest)
+        if fewest > terms.positions:
+            raise _too_long(f"at least {fewest}", terms, "prompt")
+    return terms.tokenizer.encode(text)
+
+
+def _too_long(prompt: str, terms: Terms, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"this model's maximum context length is {terms.positions} tokens; the prompt has {prompt}",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def _check_ids(ids: list[int], terms: Terms) -> None:
     if not ids:
         raise ApiError(
@@ -175,13 +194,8 @@ def _new_tokens(prompt: int, asked: int | None, terms: Terms) -> int:
     """As many as were asked for, exactly; a default is cut to the room there is."""
     room = terms.positions - prompt
     if room < (1 if asked is None else asked):
-        raise ApiError(
-            400,
-            f"this model's maximum context length is {terms.positions} tokens; the prompt has "
-            f"{prompt}" + ("" if asked is None else f", and max_tokens asks for {asked} more"),
-            param="prompt" if room < 1 else "max_tokens",
-            code="context_length_exceeded",
-        )
+        more = "" if asked is None else f", and max_tokens asks for {asked} more"
+        raise _too_long(f"{prompt}{more}", terms, "prompt" if room < 1 else "max_tokens")
     return min(terms.defaults.max_dec_len, room) if asked is None else asked
 
 

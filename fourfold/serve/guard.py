@@ -1,15 +1,19 @@
-"""What every request passes first and every reply last: host, token, time, and headers.
+"""What every request passes first and every reply last: size, host, token, time, and headers.
 
-Plain ASGI around the application. Nothing of a request's body is read here.
+Plain ASGI around the application. Nothing of a request's body is read here, and nothing of it, nor
+of a query, goes into the log of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -38,6 +42,7 @@ GRACE_SECONDS = 5.0
 SERVER_ERROR = "an error of the server; its log says more"
 TOO_LATE = "the model did not answer within the time limit; see the log"
 log = logging.getLogger("fourfold.serve")
+access_log = logging.getLogger("fourfold.serve.access")
 
 
 class Guard:
@@ -55,34 +60,38 @@ class Guard:
         self._limits = limits
         self._metrics = metrics
         self._known_paths = set(known_paths)
+        self._under_way = 0
+        self._guessing: Counter[str] = Counter()  # wrong tokens waiting for their answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began, status = time.monotonic(), 499  # what proxies log where the client has left
-        began_reply = False
+        has_begun = is_whole = False
 
         async def send_guarded(message: Message) -> None:
-            nonlocal status, began_reply
+            nonlocal status, has_begun, is_whole
             if message["type"] == "http.response.start":
-                status, began_reply = message["status"], True
+                status, has_begun = message["status"], True
                 headers = MutableHeaders(raw=message["headers"])
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         async def reply(error: ApiError) -> None:
             # uvicorn closes a connection whose reply has begun and is left unfinished.
-            if not began_reply:
+            if not has_begun:
                 response = JSONResponse(error.body, error.status, error.headers)
                 await response(scope, receive, send_guarded)
 
         try:
-            self._check(scope)
+            await self._check(scope)
             # The worker ends late requests itself; this ends clients that do not read.
             async with asyncio.timeout(self._limits.request_seconds + GRACE_SECONDS):
-                await self._app(scope, receive, send_guarded)
+                with self._counted(scope):
+                    await self._app(scope, receive, send_guarded)
         except ApiError as error:
             await reply(error)
         except TimeoutError:
@@ -92,15 +101,53 @@ class Guard:
             log.exception("a request failed")
             await reply(ApiError(500, SERVER_ERROR))
         finally:
+            seconds = time.monotonic() - began
             path = scope["path"] if scope["path"] in self._known_paths else "other"
-            self._metrics.request(path, status, time.monotonic() - began)
+            self._metrics.request(path, status, seconds)
+            access_log.info(
+                "%s %s %s %d %.3f s%s",
+                (scope.get("client") or ("-",))[0],
+                scope["method"][:20],
+                scope["path"][:200].encode("unicode_escape").decode(),
+                status,
+                seconds,
+                "" if is_whole else ", unfinished",
+            )
 
-    def _check(self, scope: Scope) -> None:
+    @contextmanager
+    def _counted(self, scope: Scope) -> Iterator[None]:
+        if self._under_way >= self._limits.connections and scope["path"] != "/health":
+            raise ApiError(
+                503,
+                f"the server is busy with {self._limits.connections} requests, which is its limit; "
+                "try again",
+                code="overloaded",
+                headers={"retry-after": "1", "connection": "close"},
+            )
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    async def _check(self, scope: Scope) -> None:
+        self._check_head(scope)
         headers = Headers(scope=scope)
         if self._token is None:
             self._check_host(headers)
         elif scope["path"] not in OPEN_PATHS:
-            self._check_token(headers)
+            await self._check_token(headers, client_of(scope))
+
+    def _check_head(self, scope: Scope) -> None:
+        """h11 counts heads only while they are incomplete."""
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+        if size > self._limits.head_bytes:
+            raise ApiError(
+                431,
+                f"the head of the request is larger than the {self._limits.head_bytes} bytes it "
+                "may have",
+            )
 
     def _check_host(self, headers: Headers) -> None:
         """Without a token only this machine is served: a page elsewhere may point its own name at
@@ -115,15 +162,44 @@ class Guard:
                 code="forbidden_host",
             )
 
-    def _check_token(self, headers: Headers) -> None:
+    async def _check_token(self, headers: Headers, client: str) -> None:
+        """A wrong token is answered after a while, and while many wait no other is looked at: so
+        few can be tried in a second, and nothing is learned from how soon an answer comes."""
         assert self._token is not None
+        if self._guessing[client] >= self._limits.guesses:
+            raise ApiError(
+                429,
+                "too many wrong tokens came from this address; try again",
+                code="too_many_guesses",
+                headers={"retry-after": "1"},
+            )
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # Compared in constant time, so that the time of the answer tells nothing about the token.
         same = hmac.compare_digest(given.strip().encode(), self._token)
-        if not (same and scheme.lower() == "bearer"):
-            raise ApiError(
-                401,
-                "a token is needed: Authorization: Bearer TOKEN",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+        if same and scheme.lower() == "bearer":
+            return
+        if given:
+            self._guessing[client] += 1
+            try:
+                await asyncio.sleep(self._limits.guess_seconds)
+            finally:
+                self._guessing[client] -= 1
+                self._guessing += Counter()  # forgets those at zero
+        raise ApiError(
+            401,
+            "a token is needed: Authorization: Bearer TOKEN",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+
+def client_of(scope: Scope) -> str:
+    """Whom a request is counted for: its address, or the network one subscriber of IPv6 has."""
+    address = (scope.get("client") or ("",))[0]
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)

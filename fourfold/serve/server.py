@@ -23,7 +23,8 @@ from fourfold.errors import UserError
 from fourfold.generate.module import GenerationModule
 from fourfold.serve.app import Service, create_app
 from fourfold.serve.asking import Terms
-from fourfold.serve.connections import timed_protocol
+from fourfold.serve.connections import bounded_protocol
+from fourfold.serve.guard import access_log
 from fourfold.serve.limits import Limits
 from fourfold.serve.metrics import Metrics
 from fourfold.serve.worker import Worker
@@ -42,6 +43,7 @@ def serve(
     token: str | None,
     slots: int,
     limits: Limits,
+    logs_requests: bool,
     on_notice: Notice,
 ) -> bool:
     """Serve the configuration's model until a signal ends it. `name` is the model's for clients.
@@ -53,6 +55,8 @@ def serve(
     try:
         service = make_service(config, name, token, slots, limits, on_notice)
         server = make_server(service)
+        if logs_requests:
+            log_requests()
         on_notice(f"{service.terms.positions} positions, {slots} slots")
         on_notice(f"serving {name} at {url_of(listener)}")
         with quiet_signals():
@@ -87,20 +91,28 @@ def make_server(service: Service) -> uvicorn.Server:
     limits = service.terms.limits
     settings = uvicorn.Config(
         create_app(service),
-        http=timed_protocol(limits),
+        http=bounded_protocol(limits),
         ws="none",
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
-        limit_concurrency=limits.connections,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=int(limits.shutdown_seconds),
-        h11_max_incomplete_event_size=64 << 10,
+        h11_max_incomplete_event_size=limits.head_bytes,
     )
     server = uvicorn.Server(settings)
     # Without its model a server is of no use, and one that ends can be started again.
     service.worker.on_failure = lambda: setattr(server, "should_exit", True)
     return server
+
+
+def log_requests() -> None:
+    """A line for each request on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access_log.addHandler(handler)
+    access_log.setLevel(logging.INFO)
+    access_log.propagate = False
 
 
 def check_servable(config: Config) -> None:

@@ -1,11 +1,12 @@
 """The one thread that owns the model: requests come to it, pieces of text leave it.
 
-    job = worker.submit(sequences)        from the event loop; refused when the queue is full
+    job = worker.submit(sequences, who)   from the event loop; refused when the queue is full
     async for piece in job: ...           pieces of all its choices, as they are written
     job.cancel()                          any time; its slots are free at the next step
 
 Between two steps of the session the thread takes in new jobs and lets go of cancelled and late
-ones. A sequence depends on nothing but its own request (see fourfold/generate/session.py).
+ones. Clients take turns at the slots that are free, however much each has asked for. A sequence
+depends on nothing but its own request (see fourfold/generate/session.py).
 
 A step that fails ends the jobs in it, and the thread goes on with a new session. Where that fails
 too, the model is lost: every job is told, `failed` is True, and `on_failure` is called once.
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 
@@ -38,8 +39,15 @@ log = logging.getLogger("fourfold.serve")
 class Job:
     """One request on its way: the event loop's side of it."""
 
-    def __init__(self, wanted: Sequence[Wanted], seconds: float, cancel: Callable[[Job], None]):
+    def __init__(
+        self,
+        wanted: Sequence[Wanted],
+        client: str,
+        seconds: float,
+        cancel: Callable[[Job], None],
+    ) -> None:
         self.wanted = list(wanted)
+        self.client = client
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         self.new_tokens = 0
@@ -71,6 +79,34 @@ class Job:
         self._cancel(self)
 
 
+class Turns:
+    """Texts that wait, of each client in the order it sent them, and of all clients in turn."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[tuple[Job, Writer]]] = {}  # the first is the next
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def put(self, job: Job, writer: Writer) -> None:
+        self._lines.setdefault(job.client, deque()).append((job, writer))
+
+    def take(self) -> tuple[Job, Writer]:
+        client = next(iter(self._lines))
+        line = self._lines.pop(client)
+        pair = line.popleft()
+        if line:
+            self._lines[client] = line
+        return pair
+
+    def remove(self, job: Job) -> None:
+        line = deque(pair for pair in self._lines.get(job.client, ()) if pair[0] is not job)
+        if line:
+            self._lines[job.client] = line
+        else:
+            self._lines.pop(job.client, None)
+
+
 class Worker:
     def __init__(
         self, module: GenerationModule, slots: int, limits: Limits, metrics: Metrics
@@ -84,10 +120,10 @@ class Worker:
         self._session = module.session(slots)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._writers: dict[int, tuple[Job, Writer]] = {}  # by the session's names
-        self._to_judge: deque[tuple[Job, Writer]] = deque()
+        self._to_judge, self._to_write = Turns(), Turns()
         self._lock = threading.Lock()  # guards the next two
         self._jobs: set[Job] = set()  # submitted and not over
-        self._sequences = 0  # of all jobs
+        self._sequences: Counter[str] = Counter()  # of all jobs, by client
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="fourfold-worker", daemon=True)
 
@@ -103,7 +139,7 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        return max(0, self._sequences - self._session.running)
+        return max(0, self._sequences.total() - self._session.running)
 
     def start(self) -> None:
         self._thread.start()
@@ -115,23 +151,30 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
-    def submit(self, wanted: Sequence[Wanted]) -> Job:
-        room = self.slots + self._limits.waiting
+    def submit(self, wanted: Sequence[Wanted], client: str) -> Job:
         with self._lock:
             if self._stopping:
                 raise self._ended()
-            if self._sequences + len(wanted) > room:
-                raise ApiError(
-                    429,
-                    f"the server is busy with {self._sequences} texts of at most {room}; try again",
-                    code="queue_full",
-                    headers={"retry-after": "1"},
-                )
-            self._sequences += len(wanted)
-            job = Job(wanted, self._limits.request_seconds, self._ask_to_cancel)
+            self._check_room(len(wanted), client)
+            self._sequences[client] += len(wanted)
+            job = Job(wanted, client, self._limits.request_seconds, self._ask_to_cancel)
             self._jobs.add(job)
         self._inbox.put(lambda: self._admit(job))
         return job
+
+    def _check_room(self, wanted: int, client: str) -> None:
+        room, all_texts = self.slots + self._limits.waiting, self._sequences.total()
+        kept = self._limits.kept_for_newcomers if self._sequences[client] else 0
+        if all_texts + wanted <= room - kept:
+            return
+        if all_texts + wanted <= room:
+            message = (
+                f"{self._sequences[client]} texts of this client are being written or wait, and "
+                f"the last {kept} of {room} places are kept for others; try again"
+            )
+        else:
+            message = f"the server is busy with {all_texts} texts of at most {room}; try again"
+        raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
     def _ended(self) -> ApiError:
         return ApiError(500, MODEL_FAILED) if self.failed else ApiError(503, SHUTTING_DOWN)
@@ -155,7 +198,7 @@ class Worker:
             self.on_failure()
 
     def _turn(self) -> None:
-        idle = not (self._writers or self._to_judge)
+        idle = not (self._writers or self._to_judge or self._to_write)
         try:
             self._take_in(wait=idle)
             self._step()
@@ -169,7 +212,7 @@ class Worker:
             self._stopping = True
             jobs = list(self._jobs)
             self._jobs.clear()
-            self._sequences = 0
+            self._sequences.clear()
         for job in jobs:
             # Only the event loop's side is left; the session may be in any state.
             job.over = True
@@ -188,7 +231,12 @@ class Worker:
     def _step(self) -> None:
         if self._to_judge:
             # One at a time: it takes as long as a step or more, and others are waiting.
-            self._judge(*self._to_judge.popleft())
+            self._judge(*self._to_judge.take())
+        while self._to_write and len(self._writers) < self.slots:
+            job, writer = self._to_write.take()
+            wanted = writer.wanted
+            name = self._session.add(wanted.prompt, wanted.options, wanted.number)
+            self._writers[name] = job, writer
         if not self._writers:
             return
         tokens = self._session.step()
@@ -212,7 +260,7 @@ class Worker:
             writer = Writer(choice, wanted, self._module.tokenizer)
             self._metrics.prompt(len(wanted.prompt))
             if wanted.echo is not None and wanted.options.alternatives is not None:
-                self._to_judge.append((job, writer))
+                self._to_judge.put(job, writer)
                 continue
             if wanted.echo is not None:
                 self._give(job, echoed(choice, wanted, self._module.tokenizer))
@@ -227,12 +275,10 @@ class Worker:
         self._add(job, writer)
 
     def _add(self, job: Job, writer: Writer) -> None:
-        wanted = writer.wanted
-        if wanted.new_tokens == 0:
+        if writer.wanted.new_tokens == 0:
             self._give(job, Piece(writer.choice, finish="length"))
-            return
-        name = self._session.add(wanted.prompt, wanted.options, wanted.number)
-        self._writers[name] = job, writer
+        else:
+            self._to_write.put(job, writer)
 
     def _give(self, job: Job, piece: Piece) -> None:
         job.put(piece)
@@ -269,7 +315,8 @@ class Worker:
         for name in [name for name, (one, _) in self._writers.items() if one is job]:
             del self._writers[name]
             self._session.cancel(name)
-        self._to_judge = deque(pair for pair in self._to_judge if pair[0] is not job)
+        self._to_judge.remove(job)
+        self._to_write.remove(job)
         job.over = True
         self._metrics.cancelled(job.open)
         left, job.open = job.open, 0
@@ -277,7 +324,9 @@ class Worker:
 
     def _leave(self, job: Job, sequences: int) -> None:
         with self._lock:
-            self._sequences -= sequences
+            self._sequences[job.client] -= sequences
+            if not self._sequences[job.client]:
+                del self._sequences[job.client]
             if job.open == 0:
                 self._jobs.discard(job)
 
@@ -291,7 +340,7 @@ class Worker:
         if not known:
             log.exception("a step failed")
         message = str(error) if known else "the step failed; the server's log says why"
-        self._writers, self._to_judge = {}, deque()
+        self._writers, self._to_judge, self._to_write = {}, Turns(), Turns()
         self._session = self._module.session(self.slots)
         # A device that failed for good fails here, before another client waits for it.
         self._session.network.read([[self._module.tokenizer.eos_id]])
