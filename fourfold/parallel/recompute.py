@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,12 @@ def apply_recompute(model: GPT, granularity: str) -> None:
 
 
 def _recompute(module: nn.Module) -> None:
-    # The generator's state is kept and restored, so a repeated dropout drops the same numbers.
-    module.forward = partial(
-        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=True
-    )
+    forward = module.forward
+
+    # A function and not a `partial`, of which the compiler would make a graph of its own for every
+    # layer, and none after the eighth.
+    def recomputed(*given: Any) -> Any:
+        # The generator's state is kept and restored, so a repeated dropout drops the same numbers.
+        return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True)
+
+    module.forward = recomputed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -147,6 +148,28 @@ def test_static_graph_is_compiled_whatever_is_recomputed(tmp_path, granularity: 
     other_loss, other = run_static(tmp_path, granularity)
     assert other_loss == loss
     assert torch.equal(other, gradient)
+
+
+@pytest.mark.parametrize("granularity", [None, "full", "full_attn", "core_attn"])
+def test_layers_share_one_graph_however_many_there_are(
+    granularity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives up after eight graphs of one function and runs the rest uncompiled.
+
+    What a graph is made into does not matter here, and takes long.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    shape = dataclasses.replace(
+        SHAPE, num_layers=12, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    loss, gradients = run(make_runner(shape))
+    torch._dynamo.reset()
+    counters.clear()
+    other_loss, others = run(make_runner(shape, recompute=granularity, compiled=True))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert other_loss == pytest.approx(loss, abs=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
 LOW = [("bfloat16", "O1"), ("bfloat16", "O2"), ("float16", "O1"), ("float16", "O2")]
