@@ -49,8 +49,9 @@ class Precision:
         return name + how[self.level]
 
     def apply_autocast(self, module: nn.Module, device: torch.device) -> None:
-        """At O1, run the module's forward under autocast; nothing at the other levels."""
-        if self.level == "O1":
+        """At O1, run the module's forward under autocast; nothing at the other levels, or for a
+        model that is only drawn and will not run."""
+        if self.level == "O1" and device.type != "meta":
             module.forward = torch.autocast(device.type, self.dtype)(module.forward)
 
     def prepare(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

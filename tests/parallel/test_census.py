@@ -54,6 +54,15 @@ def test_all_128_ranks_of_the_largest_configuration_are_listed_and_add_up() -> N
     assert sum(row[7] for row in rows) == model + copies
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_low_precision_is_listed_too(dtype: str, level: str) -> None:
+    precision = [f"Engine.mix_precision.dtype={dtype}", f"Engine.mix_precision.level={level}"]
+    words = [word for one in (*precision, "Distributed.dp_degree=2") for word in ("-o", one)]
+    rows, _ = list_layout("-c", str(ROOT / "configs" / "gpt" / "quickstart.yaml"), *words)
+    assert [row[:2] for row in rows] == [[0, 0], [1, 1]]
+
+
 LAYOUTS = {
     "one": (),
     "pp2 mp2": (ODD_VOCABULARY,),
@@ -61,6 +70,7 @@ LAYOUTS = {
     "pp2 zbv mp2 sp": ("Model.num_layers=5",),
     "sh2 stage2": ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2"),
     "pp2 sh2": ("Model.use_recompute=True",),
+    "dp2": ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O1"),
 }
 QUICK = ("pp2 mp2", "dp2 sh2 stage3")
 
