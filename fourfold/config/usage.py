@@ -104,6 +104,11 @@ class Profiler(Section):
     scheduler: list[CountOrZero] | None = key(
         None, "[start, end]: profile the steps from start up to, not including, end. Null is all."
     )
+    ranks: list[CountOrZero] = key(
+        [0],
+        "Ranks that are profiled. Each writes a trace of its own; the tables of rank 0 go to "
+        "the run's log, those of the others to their own.",
+    )
     profiler_log: str = key("profiler_log", "Directory the trace is written to.")
     detailed: bool = key(False, "Print every summary table, whatever summary says.")
     record_shapes: bool = key(True, "Record the shapes of operator inputs.")

@@ -11,6 +11,7 @@ import torch
 
 from fourfold.config import Config
 from fourfold.engine.expectation import Comparison, Expectation
+from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.metrics import (
     Meter,
@@ -75,7 +76,7 @@ class Instruments:
                 max_steps=config.Engine.max_steps,
             )
         closing.callback(self.sinks.close)
-        self.profiler = ProfilerWindow(**config.Profiler.model_dump(), echo=self.sinks.notice)
+        self.profiler = _profiler(config, mesh, self.sinks)
         closing.callback(self.profiler.close)
         self.stragglers = Stragglers()
         self.comparison = None if expected is None else Comparison(expected)
@@ -117,6 +118,19 @@ class Instruments:
         if told := self.stragglers.look(times):
             self.sinks.notice(told, level="WARNING")
         return replace(record, ranks=times)
+
+
+def _profiler(config: Config, mesh: Mesh, sinks: Sinks) -> ProfilerWindow:
+    section = config.Profiler
+    missing = [rank for rank in section.ranks if rank >= mesh.size]
+    if section.enable and (missing or not section.ranks):
+        raise UserError(
+            f"Profiler.ranks={section.ranks} and the run has the ranks 0 to {mesh.size - 1}; name "
+            "some of these"
+        )
+    # A rank without sinks says it where its own output goes: to its log.
+    echo = sinks.notice if mesh.rank == 0 else print
+    return ProfilerWindow(**section.model_dump(), rank=mesh.rank, echo=echo)
 
 
 def line_style(config: Config, world_size: int) -> LineStyle:

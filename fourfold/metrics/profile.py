@@ -21,14 +21,16 @@ from fourfold.metrics.views import DEFAULT_VIEWS, VIEWS, render_views
 class ProfilerWindow:
     """Make it before the first step, call `step` after every step and `close` at the end.
 
-    `scheduler` is [start, end), or None for every step. `summary` turns single views on or off;
-    `detailed` prints them all. The trace and the tables are made when the window ends.
+    `scheduler` is [start, end), or None for every step; a rank that is not one of `ranks` records
+    nothing. `summary` turns single views on or off; `detailed` prints them all. The trace and the
+    tables are made when the window ends.
     """
 
     def __init__(
         self,
         enable: bool = False,
         scheduler: Sequence[int] | None = None,
+        ranks: Sequence[int] = (0,),
         profiler_log: str | os.PathLike[str] = "profiler_log",
         detailed: bool = False,
         record_shapes: bool = True,
@@ -43,7 +45,7 @@ class ProfilerWindow:
         self._directory = Path(profiler_log)
         self._rank = rank
         self._echo = echo
-        self._enabled = enable
+        self._enabled = enable and rank in ranks
         self._steps_done = 0
         self._recording: profile | None = None
         self._record_shapes = record_shapes

@@ -64,7 +64,7 @@ def test_a_window_leaves_a_trace_of_its_steps_and_the_default_tables(tmp_path: P
 
 
 def test_without_a_scheduler_every_step_is_recorded(tmp_path: Path) -> None:
-    run(tmp_path, steps=3, scheduler=None, rank=5)
+    run(tmp_path, steps=3, scheduler=None, rank=5, ranks=[0, 5])
     assert steps_in(trace_of(tmp_path)) >= {f"ProfilerStep#{step}" for step in range(3)}
     assert (tmp_path / "rank5_steps_0_to_3.json").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -133,6 +134,22 @@ def test_shares_of_a_step_make_sense(layout: str, runs: Runs) -> None:
         assert 0 < ranks["communication_share"] + ranks["bubble_share"] < 1, ranks
         assert (ranks["bubble_share"] > 0) == ("pp" in layout)
         assert ranks["communication_share"] >= 0
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_each_rank_that_is_profiled_writes_a_trace_of_its_own(ranks: list[int], runs: Runs) -> None:
+    folder = runs.folder / "profile"
+    settings = [f"Profiler.ranks={ranks}", f"Profiler.profiler_log={folder}"]
+    runs.fit("dp2", "run", *settings, "Profiler.enable=True", "Engine.max_steps=2")
+    names = {f"rank{rank}_steps_0_to_2.json": rank for rank in ranks}
+    assert {path.name for path in folder.iterdir()} == names.keys()
+    for name, rank in names.items():
+        assert json.loads((folder / name).read_text())["distributedInfo"]["rank"] == rank
+
+
+def test_a_rank_that_is_not_there_cannot_be_profiled(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match="and the run has the ranks 0 to 1; name some"):
+        runs.fit("dp2", "run", "Profiler.enable=True", "Profiler.ranks=[0, 2]")
 
 
 # -- a bad number, and a signal, on one rank only -------------------------------------------------
