@@ -15,6 +15,7 @@ from served import TOKEN, Served, load, serving
 
 from fourfold.generate.module import GenerationModule
 
+NUMBERS = ("temperature", "top_p", "top_k", "max_tokens")
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
@@ -94,6 +95,77 @@ def test_the_page_writes_what_the_library_writes(served: Served, page: Any, conf
     picture(page, "playground")
     page.click("#keep")
     assert page.locator("#prompt").input_value() == "the cat sat on" + wanted.text
+
+
+def test_numbers_can_be_typed_and_the_files_are_not_cut(config: Path, page: Any) -> None:
+    overrides = ["Generation.top_k=290", "Generation.temperature=0.73"]
+    with serving(config, *overrides) as served:
+        page.goto(served.url)
+        page.get_by_text("untrained · 256 tokens").wait_for()
+        exact = {name: page.locator(f"label:has(#{name}) .exact") for name in NUMBERS}
+        assert exact["top_k"].input_value() == "290"  # the slider ends at 200
+        assert exact["temperature"].input_value() == "0.73"
+        bodies: list[dict[str, Any]] = []
+        page.on("request", lambda asked: bodies.append(asked.post_data_json))
+        page.fill("#prompt", "the")
+        exact["max_tokens"].fill("3")
+        exact["top_p"].fill("")
+        page.click("#write")
+        page.get_by_text(re.compile("reached its length|ended by itself")).wait_for()
+        found = {name: bodies[-1].get(name) for name in NUMBERS}
+        assert found == {"temperature": 0.73, "top_k": 290, "max_tokens": 3, "top_p": None}
+        assert page.locator("#max_tokens").input_value() == "3"
+        # A slider that is moved is what counts.
+        set_slider(page, "top_k", 40)
+        assert exact["top_k"].input_value() == "40"
+        exact["top_p"].fill("7")
+        page.click("#write")
+        page.get_by_text(re.compile("top_p: ")).wait_for()
+
+
+def test_code_is_set_in_letters_of_one_width(served: Served, page: Any) -> None:
+    def family(place: str) -> str:
+        return page.locator(place).evaluate("element => getComputedStyle(element).fontFamily")
+
+    page.goto(served.url)
+    page.fill("#prompt", "Once upon a time")
+    assert "monospace" not in family("#prompt")
+    page.fill("#prompt", "def double(x):\n    return")
+    assert "monospace" in family("#prompt") and "monospace" in family("#output")
+    picture(page, "playground_code")
+    # What the reader chose stays, whatever the text.
+    page.click("#setting")
+    page.fill("#prompt", "if x:\n\treturn 1")
+    assert "monospace" not in family("#prompt")
+    page.click("#setting")
+    page.fill("#prompt", "Once")
+    assert "monospace" in family("#output")
+
+
+def test_the_page_is_dark_where_the_system_is(served: Served, page: Any) -> None:
+    def brightness(place: str, what: str) -> float:
+        script = f"element => getComputedStyle(element).{what}"
+        found = re.findall(r"[\d.]+", page.locator(place).evaluate(script))
+        return sum(map(float, found[:3])) / 3
+
+    seen = {}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(served.url)
+        page.get_by_text("untrained · 256 tokens").wait_for()
+        page.fill("#prompt", "def cat(mat):\n    sat =")
+        page.fill("#seed", "5")
+        page.click("#write")
+        page.get_by_text(re.compile("reached its length|ended by itself")).wait_for()
+        page.locator(".token").nth(1).click()
+        paper = brightness("body", "backgroundColor")
+        ink = brightness("#output", "color")
+        seen[scheme] = paper > ink
+        assert abs(paper - ink) > 150
+        for field in ("#prompt", "#seed", "#keep", "#status"):
+            assert abs(brightness(field, "color") - paper) > 80, field
+        picture(page, f"playground_{scheme}")
+    assert seen == {"light": True, "dark": False}
 
 
 def test_markup_in_a_text_stays_text(served: Served, page: Any) -> None:
