@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fourfold.config.recipe import Rounding
 from fourfold.errors import DataError
 
 Format = Literal["megatron", "fleetx", "legacy"]
@@ -112,6 +113,10 @@ def split(
     path: Dataset,
     parts: Annotated[str, typer.Option(help="Shares of train, valid and test.")],
     output_prefix: OutputPrefix,
+    rounding: Annotated[
+        Rounding,
+        typer.Option(help="Where parts meet, as Data.dataset.split_rounding says it."),
+    ] = "megatron_core",
     overwrite: Overwrite = False,
 ) -> None:
     """Cut a dataset into PREFIX_train, PREFIX_valid and PREFIX_test, as training would."""
@@ -119,7 +124,9 @@ def split(
     from fourfold.data.files import full_name
 
     with _progress("split") as progress:
-        manifests = transform.split(full_name(path), parts, output_prefix, overwrite, progress)
+        manifests = transform.split(
+            full_name(path), parts, output_prefix, overwrite, progress, rounding
+        )
     for part, manifest in manifests.items():
         prefix = Path(f"{output_prefix}_{part}")
         if manifest is None:

@@ -1,4 +1,4 @@
-"""What a data key says: paths, or weights and paths.
+"""What a data key says: paths, or weights and paths; and the shares of a split.
 
     "0.35 A 0.65 B"   ["0.35", "A", "0.65", "B"]   a weighted mixture of A and B
     "A"   ["A", "B"]                               A, or A followed by B
@@ -14,6 +14,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+# Whose way of rounding: Megatron Core's, or that of Megatron-DeepSpeed, which FleetX shares.
+Rounding = Literal["megatron_core", "megatron_deepspeed"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -47,3 +51,23 @@ def parse_recipe(value: str | Sequence[str]) -> Recipe:
     if not math.isfinite(sum(weights)):
         raise ValueError("the weights are too large to add up; only their ratio counts")
     return Recipe(tuple(pieces[1::2]), weights)
+
+
+def parse_split(value: str | Sequence[float]) -> list[float]:
+    """'949,50,1' or [949, 50, 1] as three shares adding up to 1; missing ones are 0.
+
+    Raises ValueError for what is no split.
+    """
+    texts: Sequence[str | float] = value
+    if isinstance(value, str):
+        texts = value.split("," if "," in value else "/")
+    try:
+        shares = [float(text) for text in texts]
+    except (TypeError, ValueError):
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < 1e12 for share in shares):
+        raise ValueError("give one to three shares of at least 0, such as '949,50,1'")
+    total = sum(shares)
+    if not total > 0:
+        raise ValueError("at least one share must be above 0, as in '949,50,1'")
+    return [share / total for share in shares] + [0.0] * (3 - len(shares))

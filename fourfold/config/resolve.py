@@ -41,6 +41,7 @@ def resolve(config: Config, findings: Findings, world_size: int | None) -> None:
     _resolve_precision(config, findings)
     _resolve_model(config, findings)
     _resolve_learning_rate(config, findings)
+    _resolve_data(config)
     _resolve_usage(config)
 
 
@@ -254,6 +255,13 @@ def _resolve_model(config: Config, findings: Findings) -> None:
             "Model.sequence_parallel",
         )
         model.sequence_parallel = False
+
+
+def _resolve_data(config: Config) -> None:
+    dataset = config.Data.dataset
+    if dataset.split_rounding is None:
+        fleetx = dataset.order == "fleetx"
+        dataset.split_rounding = "megatron_deepspeed" if fleetx else dataset.blend_rounding
 
 
 def _resolve_usage(config: Config) -> None:

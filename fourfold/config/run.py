@@ -18,7 +18,7 @@ from fourfold.config.fields import (
     key,
     section,
 )
-from fourfold.config.recipe import parse_recipe
+from fourfold.config.recipe import Rounding, parse_recipe, parse_split
 
 Seed = Annotated[int, Number, Ge(0), Le(2**32 - 1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -209,7 +209,7 @@ class Dataset(Section):
     test_data: str | list[str] | None = key(
         None, "The test data when train_data is given; null is none."
     )
-    blend_rounding: Literal["megatron_core", "megatron_deepspeed"] = key(
+    blend_rounding: Rounding = key(
         "megatron_core",
         "How the samples of a mixture are rounded in the orders megatron and fleetx. "
         "megatron_core mixes ceil(N w) of each source and opens half a percent more; "
@@ -219,6 +219,12 @@ class Dataset(Section):
         "949,50,1",
         "Shares of the documents for training, validation and test, in file order; comma or "
         "slash separated. Missing parts are 0.",
+    )
+    split_rounding: Rounding = derived(
+        "Which document the parts of a split meet at. megatron_core rounds the shares added up so "
+        "far; megatron_deepspeed, whose rule is FleetX's too, rounds each share and takes what "
+        "that adds up to off every border. Null is blend_rounding, and megatron_deepspeed in the "
+        "order fleetx."
     )
     max_seq_len: Count = key(1024, "Tokens per sample.")
     order: Literal["megatron", "fleetx", "elastic"] = key(
@@ -266,16 +272,7 @@ class Dataset(Section):
     @field_validator("split")
     @classmethod
     def _check_split(cls, text: str) -> str:
-        separator = "," if "," in text else "/"
-        parts = [part.strip() for part in text.split(separator)]
-        try:
-            shares = [float(part) for part in parts]
-        except ValueError:
-            shares = []
-        if not 1 <= len(shares) <= 3 or not all(0 <= share < 1e12 for share in shares):
-            raise ValueError("give one to three shares of at least 0, such as '949,50,1'")
-        if sum(shares) <= 0:
-            raise ValueError("at least one share must be above 0, as in '949,50,1'")
+        parse_split(text)
         return text
 
 

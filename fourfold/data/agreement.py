@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.config import Config
 from fourfold.data.dataset import TokenDataset
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
 
+GPT2_EOS = 50256
 REMEDY = "to train all the same, set Data.dataset.allow_tokenizer_mismatch=True"
 
 
@@ -42,6 +44,22 @@ def made(dataset: TokenDataset) -> Made | None:
 def tokenizer_of(datasets: Sequence[TokenDataset]) -> str | None:
     """The identity of the tokenizer that made the data, of the first dataset that says so."""
     return next((told.by for dataset in datasets if (told := made(dataset))), None)
+
+
+def find_end_of_text(config: Config, datasets: Sequence[TokenDataset]) -> tuple[int | None, str]:
+    """The end-of-text id of all the data of a configuration, and where it is from.
+
+    Of several datasets the first whose manifest names one decides.
+    """
+    if config.Data.dataset.eos_token_id is not None:
+        return config.Data.dataset.eos_token_id, "Data.dataset.eos_token_id"
+    for dataset in datasets:
+        told = made(dataset)
+        if told is not None and told.eos_id is not None:
+            return told.eos_id, f"the manifest of {dataset.path}"
+    if config.Model.vocab_size > GPT2_EOS:
+        return GPT2_EOS, "GPT-2's; the data has no manifest"
+    return None, "unknown, so nothing is masked; set Data.dataset.eos_token_id"
 
 
 def check_agreement(

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.config.recipe import Rounding
 from fourfold.data import cache
 
-ROUNDINGS = ("megatron_core", "megatron_deepspeed")
 SURPLUS = 0.005
 MAX_SOURCES = 2**15 - 1
 STRETCHES = 4096
@@ -39,13 +39,14 @@ def normalised(weights: Sequence[float]) -> np.ndarray:
     return array / array.sum()
 
 
-def blend_sizes(shares: np.ndarray, num_samples: int, rounding: str) -> tuple[list[int], list[int]]:
+def blend_sizes(
+    shares: np.ndarray, num_samples: int, rounding: Rounding
+) -> tuple[list[int], list[int]]:
     """Samples to open of each source, and to count on in the mixture; both per source.
 
     Both systems add half a percent to what they open. Megatron-DeepSpeed also makes the mixture
     that much longer, Megatron Core does not.
     """
-    assert rounding in ROUNDINGS, rounding
     if rounding == "megatron_deepspeed":
         opened = [math.ceil(num_samples * share * (1 + SURPLUS)) for share in shares.tolist()]
         return opened, opened

@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.config.recipe import Rounding
 from fourfold.data import cache
 from fourfold.data.blend import blend_key, blend_sizes, normalised, open_blend
 from fourfold.data.dataset import TokenDataset
 from fourfold.data.samples import Samples, Stream
+from fourfold.data.split import PARTS, document_ranges
 from fourfold.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -48,11 +50,25 @@ class Serving:
     seq_len: int
     seed: int
     order: str
-    rounding: str = "megatron_core"
+    rounding: Rounding = "megatron_core"
     cache_dir: str | Path | None = None
+    split_rounding: Rounding = "megatron_core"
 
     def stream(self, datasets: Sequence[TokenDataset]) -> Stream:
-        return Stream.of(datasets, self.split, self.part, self.seq_len, self.seed, self.order)
+        return Stream.of(
+            datasets,
+            self.split,
+            self.part,
+            self.seq_len,
+            self.seed,
+            self.order,
+            self.split_rounding,
+        )
+
+    def documents(self, dataset: TokenDataset) -> range:
+        """The documents of a dataset that belong to the part."""
+        ranges = document_ranges(self.split, len(dataset), self.split_rounding)
+        return range(*ranges[PARTS.index(self.part)])
 
     def samples(
         self, datasets: Sequence[TokenDataset], num_samples: int, first_sample: int = 0
@@ -67,6 +83,7 @@ class Serving:
             self.order,
             self.cache_dir,
             first_sample,
+            self.split_rounding,
         )
 
 

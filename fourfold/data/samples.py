@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.config.recipe import Rounding
 from fourfold.data import cache
 from fourfold.data.dataset import TokenDataset, blocks
 from fourfold.data.indices import (
@@ -55,9 +56,10 @@ class Stream:
         seq_len: int,
         seed: int,
         order: str,
+        split_rounding: Rounding = "megatron_core",
     ) -> Stream:
         _check_arguments(sources, part, seq_len, seed, order)
-        ranges, tokens_per_epoch = part_documents(sources, split, part)
+        ranges, tokens_per_epoch = part_documents(sources, split, part, split_rounding)
         inputs = {
             "content": [source.fingerprint for source in sources],
             "documents": ranges,
@@ -160,6 +162,7 @@ class Samples:
         order: str = "megatron",
         cache_dir: str | Path | None = None,
         first_sample: int = 0,
+        split_rounding: Rounding = "megatron_core",
     ) -> Samples:
         """Open a part, building its indices unless they are in the cache.
 
@@ -167,7 +170,7 @@ class Samples:
         """
         if num_samples < 0:
             raise DataError(f"num_samples={num_samples} must not be negative")
-        stream = Stream.of(sources, split, part, seq_len, seed, order)
+        stream = Stream.of(sources, split, part, seq_len, seed, order, split_rounding)
         places = cache.places(sources[0].path.parent, cache_dir)
         if order == "elastic":
             return cls._open_elastic(sources, stream, num_samples, places, first_sample)
@@ -297,12 +300,15 @@ class Samples:
 
 
 def part_documents(
-    sources: Sequence[TokenDataset], split: str | Sequence[float], part: str
+    sources: Sequence[TokenDataset],
+    split: str | Sequence[float],
+    part: str,
+    rounding: Rounding = "megatron_core",
 ) -> tuple[list[tuple[int, int]], int]:
     """The part's documents, numbered over all datasets, as ranges; and their tokens."""
     ranges, tokens = [], 0
     for source, base in zip(sources, first_documents(sources)):
-        first, last = document_ranges(split, len(source))[PARTS.index(part)]
+        first, last = document_ranges(split, len(source), rounding)[PARTS.index(part)]
         ranges.append((base + first, base + last))
         tokens += sum(int(block.sum(dtype=np.int64)) for block in blocks(source.sizes[first:last]))
     return ranges, tokens

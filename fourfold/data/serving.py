@@ -66,6 +66,7 @@ def parts_of(config: Config) -> dict[str, Part]:
                 order=dataset.order,
                 rounding=dataset.blend_rounding,
                 cache_dir=dataset.cache_dir,
+                split_rounding=dataset.split_rounding,
             ),
             wanted=wanted[name],
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import __version__
+from fourfold.config.recipe import Rounding
 from fourfold.data.dataset import TokenDataset, prefix_of
 from fourfold.data.discovery import open_datasets
 from fourfold.data.files import (
@@ -56,14 +57,15 @@ def split(
     output_prefix: str | Path,
     overwrite: bool = False,
     progress: Progress = silent,
+    rounding: Rounding = "megatron_core",
 ) -> dict[str, dict[str, Any] | None]:
     """Write `<prefix>_train`, `_valid` and `_test`; their manifests, None for an empty part.
 
     They have the format of the source. The documents are cut where `Data.dataset.split` with the
-    same shares would cut them.
+    same shares and `split_rounding` would cut them.
     """
     dataset = _open_one(source)
-    ranges = dict(zip(PARTS, document_ranges(parts, len(dataset))))
+    ranges = dict(zip(PARTS, document_ranges(parts, len(dataset), rounding)))
     prefixes = {part: Path(f"{output_prefix}_{part}") for part in PARTS}
     pieces = {part: DocumentRange(dataset, *ranges[part]) for part in PARTS}
     # All are looked at before any is written: a refusal must not leave half a split.

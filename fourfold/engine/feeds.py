@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.config import Config
+from fourfold.config.recipe import Rounding
 from fourfold.data import Loader, Mixture, Samples, TokenDataset
-from fourfold.data.agreement import check_checkpoint_tokenizer, made, tokenizer_of
+from fourfold.data.agreement import (
+    check_checkpoint_tokenizer,
+    find_end_of_text,
+    tokenizer_of,
+)
 from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
+from fourfold.errors import DataError
 from fourfold.mesh import Layout
-
-GPT2_EOS = 50256
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Feeds:
             "data_fingerprint": train.fingerprint,
             "tokenizer": tokenizer_of(self.sources),
             "masks": self._masks(),
+            "split_rounding": self.config.Data.dataset.split_rounding,
             "mixture": train.state(consumed) if isinstance(train, Mixture) else None,
         }
 
@@ -60,6 +65,8 @@ class Feeds:
     def restore(self, state: dict[str, Any], consumed: int, checkpoint: str) -> list[str]:
         """Go on after a checkpoint with such a state; returns what the user should know."""
         dataset = self.config.Data.dataset
+        # The only rule there was, before checkpoints recorded which.
+        self._check_split(state.get("split_rounding", "megatron_deepspeed"), checkpoint)
         notices = check_checkpoint_tokenizer(
             state.get("tokenizer"), self.sources, checkpoint, dataset.allow_tokenizer_mismatch
         )
@@ -81,6 +88,20 @@ class Feeds:
                 "or length"
             )
         return notices
+
+    def _check_split(self, saved: Rounding, checkpoint: str) -> None:
+        """Refuse to move documents between training, validation and test in mid-run."""
+        for name, part in self.parts.items():
+            before = replace(part.serving, split_rounding=saved)
+            for dataset in part.datasets:
+                was, now = before.documents(dataset), part.serving.documents(dataset)
+                if was != now:
+                    raise DataError(
+                        f"{checkpoint} was trained with the documents {was.start} to {was.stop} of "
+                        f"{dataset.path} as its {name} part, which are {now.start} to {now.stop} "
+                        f"with Data.dataset.split_rounding={part.serving.split_rounding}; set "
+                        f"Data.dataset.split_rounding={saved} to go on with the same data"
+                    )
 
     def _go_on(self, train: Mixture, state: dict[str, Any], consumed: int) -> list[str]:
         saved = state.get("mixture") or {"start": 0, "served_before": {}, "sources": []}
@@ -116,7 +137,7 @@ def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
     """Open and check the data, and size each part for the whole run as the originals do."""
     parts = parts_of(config)
     notices, sources = check_parts(config, parts), all_datasets(parts)
-    eos_token_id, origin = _find_eos(config, sources)
+    eos_token_id, origin = find_end_of_text(config, sources)
     notices.append(f"end-of-text id: {eos_token_id} ({origin})")
     feeds = Feeds(
         config,
@@ -130,16 +151,3 @@ def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
     )
     feeds.loaders = {name: feeds._loader(name) for name in parts}
     return feeds
-
-
-def _find_eos(config: Config, sources: list[TokenDataset]) -> tuple[int | None, str]:
-    """The end-of-text id and where it is from."""
-    if config.Data.dataset.eos_token_id is not None:
-        return config.Data.dataset.eos_token_id, "Data.dataset.eos_token_id"
-    for source in sources:
-        told = made(source)
-        if told is not None and told.eos_id is not None:
-            return told.eos_id, f"the manifest of {source.path}"
-    if config.Model.vocab_size > GPT2_EOS:
-        return GPT2_EOS, "GPT-2's; the data has no manifest"
-    return None, "unknown, so nothing is masked; set Data.dataset.eos_token_id"

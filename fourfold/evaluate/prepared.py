@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from fourfold.config import Config
-from fourfold.data.agreement import made
+from fourfold.data.agreement import find_end_of_text
 from fourfold.data.dataset import TokenDataset
-from fourfold.data.serving import Part, check_parts, parts_of
-from fourfold.data.split import PARTS, document_ranges
-from fourfold.engine.feeds import GPT2_EOS
+from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
 from fourfold.errors import DataError
 
 # Tokens of a document read at a time.
@@ -37,24 +35,24 @@ def read_part(config: Config) -> tuple[Iterator[np.ndarray], int | None]:
     check_parts(config, {name: part})
     found = sum(
         int(source.sizes[documents.start : documents.stop].sum(dtype=np.int64))
-        for source, documents in _documents(part, name)
+        for source, documents in _documents(part)
     )
     if found < 2:
         raise DataError(
             f"the {name} part of the data holds {found} tokens; give it a share in "
             "Data.dataset.split, or choose another Eval.part"
         )
-    return _pieces(part, name, config.Eval.max_tokens or found), _end_of_text(config, part.datasets)
+    end_of_text, _ = find_end_of_text(config, all_datasets(parts))
+    return _pieces(part, config.Eval.max_tokens or found), end_of_text
 
 
-def _documents(part: Part, name: str) -> Iterator[tuple[TokenDataset, range]]:
+def _documents(part: Part) -> Iterator[tuple[TokenDataset, range]]:
     for source in part.datasets:
-        first, last = document_ranges(part.serving.split, len(source))[PARTS.index(name)]
-        yield source, range(first, last)
+        yield source, part.serving.documents(source)
 
 
-def _pieces(part: Part, name: str, left: int) -> Iterator[np.ndarray]:
-    for source, documents in _documents(part, name):
+def _pieces(part: Part, left: int) -> Iterator[np.ndarray]:
+    for source, documents in _documents(part):
         for document in documents:
             size = int(source.sizes[document])
             for start in range(0, size, PIECE_TOKENS):
@@ -63,12 +61,3 @@ def _pieces(part: Part, name: str, left: int) -> Iterator[np.ndarray]:
                 left -= stop - start
                 if left == 0:
                     return
-
-
-def _end_of_text(config: Config, sources: list[TokenDataset]) -> int | None:
-    if config.Data.dataset.eos_token_id is not None:
-        return config.Data.dataset.eos_token_id
-    told = next((told.eos_id for source in sources if (told := made(source))), None)
-    if told is None and config.Model.vocab_size > GPT2_EOS:
-        return GPT2_EOS  # as training takes it
-    return told

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.config.recipe import Rounding
 from fourfold.data.indices import build_indices, build_sample_index, plan_indices
 from fourfold.data.split import document_ranges
 from fourfold.errors import DataError
 
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 SIZES = np.array([5, 3, 9, 1, 7], np.int32)
 
 
@@ -28,26 +33,50 @@ SIZES = np.array([5, 3, 9, 1, 7], np.int32)
         ("0,1,1", 5, [0, 1, 3, 5]),
         ("0,1,1", 3, [0, 0, 1, 3]),
         ("1,1,1", 0, [0, 0, 0, 0]),
-        ("1,1,0,98", 10, [0, 5, 10, 10]),
     ],
 )
 def test_split(split: str, documents: int, borders: list[int]) -> None:
-    ranges = document_ranges(split, documents)
+    ranges = document_ranges(split, documents, "megatron_deepspeed")
     assert [0, *(last for _, last in ranges)] == borders
     assert [first for first, _ in ranges] == borders[:-1]
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2,3", "nan", "inf,1,1", "1,,2"])
+@pytest.mark.parametrize("rounding", ["megatron_core", "megatron_deepspeed"])
+def test_splits_are_the_originals(rounding: Rounding) -> None:
+    """15 splits of 0 to 999 documents, by the function of Megatron Core 0.16.1 and of
+    Megatron-DeepSpeed: where training and validation end, as steps from one size to the next."""
+    table = np.load(FIXTURES / "megatron_splits.npz", allow_pickle=False)
+    borders = np.cumsum(table[rounding], axis=1, dtype=np.int64)
+    # Megatron-DeepSpeed's borders may fall below 0, where it then fails.
+    assert np.all(borders >= 0) or rounding == "megatron_deepspeed"
+    for split, expected in zip(table["splits"].tolist(), np.maximum(borders, 0).tolist()):
+        for documents, (train, valid) in enumerate(expected):
+            assert document_ranges(split, documents, rounding) == [
+                (0, train),
+                (train, valid),
+                (valid, documents),
+            ]
+
+
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "0,0,0", "-1,2,3", "nan", "inf,1,1", "1,,2", "1,1,0,98"]
+)
 def test_split_that_means_nothing(split: str) -> None:
     with pytest.raises(DataError, match="split="):
         document_ranges(split, 10)
 
 
-@given(st.lists(st.floats(0, 1000), min_size=1, max_size=3), st.integers(0, 10_000))
-def test_split_covers_every_document_once(shares: list[float], documents: int) -> None:
+@given(
+    st.lists(st.floats(0, 1000), min_size=1, max_size=3),
+    st.integers(0, 10_000),
+    st.sampled_from(get_args(Rounding)),
+)
+def test_split_covers_every_document_once(
+    shares: list[float], documents: int, rounding: Rounding
+) -> None:
     if not sum(shares) > 0:
         return
-    ranges = document_ranges(",".join(map(str, shares)), documents)
+    ranges = document_ranges(",".join(map(str, shares)), documents, rounding)
     covered = [document for first, last in ranges for document in range(first, last)]
     assert covered == list(range(documents))
 

@@ -311,7 +311,7 @@ def test_split_says_which_part_is_empty(tmp_path: Path) -> None:
     assert f"{tmp_path / 'q'}_train: 19 documents, 38 tokens, megatron, uint16" in result.stdout
     assert f"{tmp_path / 'q'}_valid: 1 documents" in result.stdout
     assert f"{tmp_path / 'q'}_test: empty, not written" in result.stdout
-    assert "not up to three numbers" in error_of(
+    assert "give one to three shares" in error_of(
         "split", source, "--parts", "a,b", "--output-prefix", tmp_path / "r"
     )
 

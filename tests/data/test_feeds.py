@@ -1,0 +1,135 @@
+"""What a run reads: splits, the end of text, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_prepare import Numbers
+from token_files import write_megatron
+
+from fourfold.config import Config, load_config
+from fourfold.data.agreement import find_end_of_text
+from fourfold.data.prepare import prepare
+from fourfold.data.serving import all_datasets, parts_of
+from fourfold.engine.feeds import Feeds, open_feeds
+from fourfold.errors import DataError
+from fourfold.evaluate.prepared import read_part
+from fourfold.mesh import Layout
+
+DOCUMENTS = 205
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_megatron(tmp_path / "data", [[number % 90 + 1] * 9 for number in range(DOCUMENTS)])
+    return tmp_path / "data"
+
+
+def configured(directory: Path, *settings: str, vocab_size: int = 100) -> Config:
+    file = directory / "run.yaml"
+    file.write_text(f"Model: {{vocab_size: {vocab_size}, max_position_embeddings: 4}}\n")
+    usual = ["max_seq_len=4", "split=90,5,5", f"cache_dir={directory / 'cache'}"]
+    own = [f"Data.dataset.{setting}" for setting in [*usual, *settings]]
+    return load_config(file, [*own, "Engine.max_steps=2"], world_size=1)
+
+
+def opened(directory: Path, *settings: str) -> Feeds:
+    return open_feeds(configured(directory, *settings), Layout())
+
+
+def documents(feeds: Feeds) -> list[range]:
+    return [part.serving.documents(part.datasets[0]) for part in feeds.parts.values()]
+
+
+# Splits
+
+CORE = [range(184), range(184, 195), range(195, 205)]
+DEEPSPEED = [range(185), range(185, 195), range(195, 205)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], CORE),
+        (["order=elastic"], CORE),
+        (["order=fleetx"], DEEPSPEED),
+        (["blend_rounding=megatron_deepspeed"], DEEPSPEED),
+        (["blend_rounding=megatron_deepspeed", "split_rounding=megatron_core"], CORE),
+        (["order=fleetx", "split_rounding=megatron_core"], CORE),
+    ],
+)
+def test_each_order_is_split_as_its_original_splits(
+    data: Path, tmp_path: Path, settings: list[str], expected: list[range]
+) -> None:
+    feeds = opened(tmp_path, f"input_dir={data}", *settings)
+    assert documents(feeds) == expected
+    tokens, _ = read_part(feeds.config)
+    assert sum(map(len, tokens)) == 9 * len(expected[1])
+    feeds.close()
+
+
+@pytest.mark.parametrize("order", ["megatron", "elastic"])
+def test_a_checkpoint_goes_on_with_the_split_it_was_trained_on(
+    data: Path, tmp_path: Path, order: str
+) -> None:
+    named = [f"input_dir={data}", f"order={order}"]
+    before = opened(tmp_path, *named, "split_rounding=megatron_deepspeed")
+    recorded = before.state(consumed=4)
+    unrecorded = {key: value for key, value in recorded.items() if key != "split_rounding"}
+    before.close()
+    for state in (recorded, unrecorded):
+        feeds = opened(tmp_path, *named)
+        with pytest.raises(DataError, match=r"step_1 .*; set .*split_rounding=megatron_deepspeed"):
+            feeds.restore(state, 4, "step_1")
+        feeds.close()
+        feeds = opened(tmp_path, *named, "split_rounding=megatron_deepspeed")
+        assert feeds.restore(state, 4, "step_1") == []
+        feeds.close()
+
+
+def test_where_both_rules_cut_alike_an_older_checkpoint_simply_goes_on(
+    data: Path, tmp_path: Path
+) -> None:
+    feeds = opened(tmp_path, f"input_dir={data}", "split=100,0,0")
+    state = feeds.state(consumed=4)
+    del state["split_rounding"]
+    assert feeds.restore(state, 4, "step_1") == []
+    feeds.close()
+
+
+# The end of text
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocab_size", "expected"),
+    [
+        ([], 100, 99),  # the first source has no manifest, the second names one
+        (["eos_token_id=7"], 100, 7),
+        ([], 60_000, 99),
+    ],
+)
+def test_training_and_evaluation_take_the_same_end_of_text(
+    data: Path, tmp_path: Path, settings: list[str], vocab_size: int, expected: int
+) -> None:
+    texts = [f"{number} 1 2 3" for number in range(1, 90)]
+    prepare(texts, tmp_path / "made", Numbers(eos_id=99))
+    mixture = f"input_dir=0.5 {data} 0.5 {tmp_path / 'made'}"
+    for part in ("train", "valid"):
+        config = configured(tmp_path, mixture, *settings, vocab_size=vocab_size)
+        config.Eval.part = part
+        _, found = read_part(config)
+        assert found == expected
+    feeds = open_feeds(configured(tmp_path, mixture, *settings, vocab_size=vocab_size), Layout())
+    assert feeds.eos_token_id == expected
+    feeds.close()
+
+
+def test_a_part_of_its_own_without_a_manifest_takes_the_end_of_the_others(
+    data: Path, tmp_path: Path
+) -> None:
+    """Also where the data evaluated does not say, but the data trained on does."""
+    prepare([f"{number} 1 2 3" for number in range(1, 90)], tmp_path / "made", Numbers(eos_id=99))
+    config = configured(tmp_path, f"train_data={tmp_path / 'made'}", f"valid_data={data}")
+    assert read_part(config)[1] == 99
+    assert find_end_of_text(config, all_datasets(parts_of(config)))[0] == 99
