@@ -46,6 +46,7 @@ def bench(
             f"--warmup {warmup} leaves none of --iterations {iterations} to count; run more "
             "iterations, or leave fewer out"
         )
+    _refuse_own_settings(override or [])
     with contextlib.ExitStack() as leaving:
         directory = Path(tempfile.mkdtemp(prefix="fourfold-bench-"))
         leaving.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -61,8 +62,17 @@ def bench(
         _tell(resolved, world_size, directory, warmup, as_json)
 
 
+def _refuse_own_settings(overrides: list[str]) -> None:
+    own = [setting.partition("=")[0] for setting in _settings(1, Path())]
+    for text in overrides:
+        name = text.partition("=")[0].strip()
+        if name in own:
+            instead = "use --iterations" if name == "Engine.max_steps" else "leave it out"
+            raise UserError(f"-o {text} has no effect: bench sets {name} itself; {instead}")
+
+
 def _settings(iterations: int, directory: Path) -> list[str]:
-    """What makes a run a measurement; over the file's and the user's own."""
+    """What makes a run a measurement; over the file's own."""
     return [
         f"Engine.max_steps={iterations}",
         "Engine.train_samples=null",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,8 @@ from fourfold.errors import UserError
 
 if TYPE_CHECKING:
     from fourfold.data.inputs import InputFile
+
+MOST_BAD_LINES = 100
 
 Inputs = Annotated[
     list[str],
@@ -28,12 +30,17 @@ MoreInputs = Annotated[
 ]
 JsonKey = Annotated[str, typer.Option(help="The key, or column, that holds the text.")]
 Separator = Annotated[
-    str, typer.Option(metavar="blank-line|file", help="What ends a document in .txt files.")
+    Literal["blank-line", "file"], typer.Option(help="What ends a document in .txt files.")
 ]
 MaxDocument = Annotated[
     int, typer.Option(help="Documents longer than this are bad; memory grows with it.")
 ]
-MaxBad = Annotated[int, typer.Option(help="How many bad lines are passed over before stopping.")]
+MaxBad = Annotated[
+    int | None,
+    typer.Option(
+        help="How many bad lines are passed over before stopping.", show_default=str(MOST_BAD_LINES)
+    ),
+]
 AllowDamaged = Annotated[
     bool,
     typer.Option(
@@ -43,7 +50,8 @@ AllowDamaged = Annotated[
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")]
 StdinKind = Annotated[
-    str, typer.Option(metavar="jsonl|txt", help="What standard input holds, if it is read.")
+    Literal["jsonl", "txt"] | None,
+    typer.Option(help="What standard input holds, with `--input -`.", show_default="jsonl"),
 ]
 
 
@@ -70,13 +78,13 @@ def prepare(
         int, typer.Option(help="Leave out documents of this many characters or fewer.")
     ] = 0,
     max_document_mb: MaxDocument = 64,
-    max_bad_lines: MaxBad = 100,
+    max_bad_lines: MaxBad = None,
     allow_damaged_files: AllowDamaged = False,
     strict: Strict = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what is there, begun or finished.")
     ] = False,
-    stdin_format: StdinKind = "jsonl",
+    stdin_format: StdinKind = None,
 ) -> None:
     """Turn raw text into token files; the same command goes on where a killed one stopped."""
     from fourfold.cli.progress import PrepareProgress
@@ -92,7 +100,7 @@ def prepare(
         min_length=min_length,
         max_document_bytes=max_document_mb << 20,
         workers=workers if workers is not None else num_processors(),
-        max_bad_lines=0 if strict else max_bad_lines,
+        max_bad_lines=_most_bad_lines(max_bad_lines, strict),
         allow_damaged_files=allow_damaged_files,
         overwrite=overwrite,
     )
@@ -112,10 +120,10 @@ def train_tokenizer(
     document_separator: Separator = "blank-line",
     every: Annotated[int, typer.Option(help="Learn from every n-th document only.")] = 1,
     max_document_mb: MaxDocument = 64,
-    max_bad_lines: MaxBad = 100,
+    max_bad_lines: MaxBad = None,
     allow_damaged_files: AllowDamaged = False,
     strict: Strict = False,
-    stdin_format: StdinKind = "jsonl",
+    stdin_format: StdinKind = None,
 ) -> None:
     """Train a byte-level BPE tokenizer, saved as a tokenizer.json that `transformers` loads."""
     from fourfold.data.prepare import read_texts
@@ -123,12 +131,13 @@ def train_tokenizer(
     from fourfold.tokenizer import train
 
     rule = TextRule(json_key, document_separator, max_document_mb << 20)
+    most_bad = _most_bad_lines(max_bad_lines, strict)
     if output.suffix != ".json":
         output.mkdir(parents=True, exist_ok=True)
     spool = output if output.is_dir() else output.with_suffix("")
     files = _files(_in_order(inputs, more_inputs), spool, stdin_format)
     try:
-        texts = read_texts(files, rule, 0 if strict else max_bad_lines, allow_damaged_files)
+        texts = read_texts(files, rule, most_bad, allow_damaged_files)
         file = train(texts, vocab_size, sys.stderr.isatty(), every).save(output)
     finally:
         for text in files:
@@ -136,6 +145,15 @@ def train_tokenizer(
                 text.path.unlink()
                 text.path.parent.rmdir()
     print(f"{file}: a vocabulary of {vocab_size:,}")
+
+
+def _most_bad_lines(given: int | None, strict: bool) -> int:
+    if strict and given is not None:
+        raise UserError(
+            f"--strict stops at the first bad line, --max-bad-lines {given} at a later one; give "
+            "one of the two"
+        )
+    return 0 if strict else MOST_BAD_LINES if given is None else given
 
 
 def _in_order(inputs: list[str], more_inputs: list[str] | None) -> list[str]:
@@ -148,15 +166,20 @@ def _in_order(inputs: list[str], more_inputs: list[str] | None) -> list[str]:
     return [*inputs, *(more_inputs or [])]
 
 
-def _files(inputs: list[str], prefix: Path, stdin_format: str) -> list[InputFile]:
+def _files(inputs: list[str], prefix: Path, stdin_format: str | None) -> list[InputFile]:
     """The input files; standard input is first copied to one, so that workers can share it."""
     from fourfold.data.inputs import WORK_SUFFIX, find_inputs, spool_stdin
 
+    if stdin_format is not None and "-" not in inputs:
+        raise UserError(
+            f"--stdin-format {stdin_format} is about standard input, which is not read; add "
+            "--input -, or leave it out"
+        )
     files: list[InputFile] = []
     for name in inputs:
         if name == "-":
             directory = Path(f"{prefix}{WORK_SUFFIX}")
-            files.append(spool_stdin(sys.stdin.buffer, directory, stdin_format))
+            files.append(spool_stdin(sys.stdin.buffer, directory, stdin_format or "jsonl"))
         else:
             files += find_inputs([name])
     return files

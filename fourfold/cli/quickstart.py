@@ -59,7 +59,8 @@ def make_data(directory: Path, vocab_size: int, max_mb: float | None) -> None:
 
     prefix = directory / "data" / "python_text_document"
     if prefix.with_suffix(".json").exists():
-        print(f"Token files are in {prefix.parent}")
+        kept = "" if max_mb is None else "; --max-mb has no effect on what is there"
+        print(f"Token files are in {prefix.parent}{kept}")
         return
     directory.mkdir(parents=True, exist_ok=True)
     print("Collecting the text of this Python installation ...")

@@ -132,6 +132,12 @@ def translate(tree: Tree, report: Report) -> None:
         entry = take(tree, path)
         if entry is not None and entry.value is not None and entry.value not in names:
             report.problem(entry.source, f"{path}={_shown(entry)} is not supported: {remedy}")
+        elif entry is not None and entry.value == "Adam" and _decays(tree):
+            report.notice(
+                entry.source,
+                "Optimizer.name=Adam is read as AdamW: Optimizer.weight_decay is taken from the "
+                "weights, where Adam adds it to the gradient; 0 makes the two the same",
+            )
     for path, (by_default, remedy) in NOT_OFFERED.items():
         _refuse_feature(tree, path, by_default, remedy, report)
     for path, reason in WITHOUT_EFFECT.items():
@@ -143,6 +149,10 @@ def translate(tree: Tree, report: Report) -> None:
         _rename(tree, path, name, report)
     _read_precision_switch(tree, report)
     _pad_vocabulary(tree, report)
+
+
+def _decays(tree: Tree) -> bool:
+    return value_of(tree, "Optimizer.weight_decay", 0) not in (0, 0.0)
 
 
 def _unfold_old_layout(tree: Tree, report: Report) -> None:

@@ -1,0 +1,457 @@
+"""Every option of every verb is used or refused: with it and without it, something is different.
+
+The verbs and their options are those of the command itself, so one that is new and has no row here
+fails. A row is the command without the option and with it (`...` stands for the words without), and
+what only the second shows: in its output, its exit code or the files it leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+import yaml
+from tiny_text_run import make_run, sentences
+
+from fourfold import serve
+from fourfold.cli import app, main
+from fourfold.cli.planning import MODES, PLANNED
+from fourfold.cli.quickstart import make_data
+from fourfold.config import Config, load_config
+from fourfold.engine import Engine
+
+LOGS = Path(__file__).parents[1] / "metrics"
+MEGATRON = Path(__file__).parents[1] / "fixtures" / "megatron_single"
+FLEETX = Path(__file__).parents[1] / "fixtures" / "fleetx_tiny"
+LARGEST_SHOWN = 3000
+
+
+@dataclass(frozen=True)
+class Row:
+    without: str
+    words: str
+    shows: str  # a pattern
+    slow: bool = False
+    before: str = ""  # a command that both come after
+
+
+TRAIN, PLAN = "train -c short.yaml", "plan -c run.yaml --cluster A100"
+NODES = f"{TRAIN} --nproc 1 --nnodes 2 --node-rank 0 --master a:1"
+BENCH = "bench -c short.yaml --iterations 3 --warmup 1"
+TARGET = f"target {LOGS / 'log_one_gpu.txt'}"
+GENERATE, EVALUATE = "generate -c run.yaml --prompt cat", "evaluate -c run.yaml"
+SERVE, LAYOUT = "serve -c run.yaml", "layout -c short.yaml"
+CALIBRATE = "plan -c steps.yaml --cluster A100 --calibrate steps"
+DRY_RUN = "plan --dry-run -c short.yaml"
+DOCTOR = "doctor --seconds 0.05"
+QUICKSTART = "quickstart -c short.yaml --max-mb 0.05 -o Engine.max_steps=1"
+PREPARE = "data prepare -i texts.jsonl --output-prefix new --tokenizer tokenizer.json --workers 1"
+LEARN = "data train-tokenizer -i texts.jsonl --output new.json --vocab-size 280"
+INSPECT, VERIFY = "data inspect data", "data verify data"
+MERGE = "data merge data/words data/words --output-prefix new"
+SPLIT = "data split data/words --parts 1,1 --output-prefix new"
+CONVERT = "data convert data/words --to fleetx --output-prefix new"
+BLEND = "data blend --data '1 data/words' --samples 10 --seq-len 8"
+REFUSED = r"^exit 2\n[\s\S]*"
+
+ROWS: dict[str, Row] = {
+    "--version": Row("", "--version", r"torch \d"),
+    "--show-completion": Row("", "--show-completion bash", "complete -o default"),
+    "--install-completion": Row("", "--install-completion bash", "completion installed"),
+    # train
+    "train --config": Row("train", TRAIN, "step_2/"),
+    "train --override": Row(TRAIN, "... -o Engine.max_steps=3", "step_3/"),
+    "train --nproc": Row(TRAIN, "... --nproc 2", "layout: dp2", slow=True),
+    "train --max-restarts": Row(TRAIN, "... --max-restarts 1", REFUSED + "--max-restarts"),
+    "train --hang-seconds": Row(TRAIN, "... --hang-seconds 9", REFUSED + "--hang-seconds"),
+    "train --nnodes": Row(TRAIN, "... --nnodes 2", REFUSED + "--node-rank"),
+    "train --node-rank": Row(TRAIN, "... --node-rank 1", REFUSED + "--nnodes"),
+    "train --master": Row(TRAIN, "... --master a:1", REFUSED + "--nnodes"),
+    "train --auto": Row(TRAIN, "... --auto", "auto: chosen dp1"),
+    "train --cluster": Row(f"{TRAIN} --auto", "... --cluster A100", r"\(--cluster A100\)"),
+    # bench
+    "bench --config": Row("bench", BENCH, "tokens"),
+    "bench --override": Row(BENCH, "... -o Engine.max_steps=2", REFUSED + "--iterations"),
+    "bench --nproc": Row(BENCH, "... --nproc 2", "2 devices", slow=True),
+    "bench --iterations": Row(BENCH, "... --iterations 4", "iteration +4/"),
+    "bench --warmup": Row(BENCH, "... --warmup 0", "first 0|0 left out|0 of"),
+    "bench --json": Row(BENCH, "... --json", '"median_seconds"'),
+    # target
+    "target run": Row("target --loss 20", f"{TARGET} --loss 20", "^exit 0"),
+    "target --step": Row(f"{TARGET} --loss 20", "... --step 1", "step 1|cannot tell"),
+    "target --loss": Row(TARGET, "... --loss 0.1", "not met"),
+    "target --ppl": Row(f"{TARGET} --loss 20", "... --ppl 1.1", "not met +ppl"),
+    "target --tgs": Row(f"{TARGET} --loss 20", "... --tgs 1e9", "not met"),
+    "target --preset": Row(f"{TARGET} --loss 20", "... --preset gpt3-175b", "gpt3-175b is"),
+    # generate
+    "generate --config": Row("generate", GENERATE, "Generation: cat"),
+    "generate --override": Row(
+        GENERATE, "... -o Generation.num_return_sequences=2", r"(?s)Prompt: cat.*Prompt: cat"
+    ),
+    "generate --prompt": Row(GENERATE, "... --prompt dog", "Generation: dog"),
+    "generate --prompt-file": Row(GENERATE, "... --prompt-file texts.txt", "Prompt: one text"),
+    "generate --nproc": Row(GENERATE, "... --nproc 2", "logs/generate", slow=True),
+    # evaluate
+    "evaluate --config": Row("evaluate", EVALUATE, "loss"),
+    "evaluate --override": Row(EVALUATE, "... -o Eval.max_tokens=100", r"tokens +96\b"),
+    "evaluate --output": Row(EVALUATE, "... --output found.json", "found.json"),
+    "evaluate --json": Row(EVALUATE, "... --json", '"numbers"'),
+    # serve, of which only what reaches the server is looked at: tests/serve has the rest
+    "serve --config": Row("serve", SERVE, "name='run'"),
+    "serve --override": Row(SERVE, "... -o Inference.weights=float16", "weights='float16'"),
+    "serve --host": Row(SERVE, "... --host ::1", "host='::1'"),
+    "serve --port": Row(SERVE, "... --port 8123", "port=8123"),
+    "serve --token-file": Row(SERVE, "... --token-file token", "token='a-token-of-the-tests'"),
+    "serve --access-log": Row(SERVE, "... --no-access-log", "logs_requests=False"),
+    "serve --slots": Row(SERVE, "... --slots 3", "slots=3"),
+    "serve --queue": Row(SERVE, "... --queue 5", "waiting=5"),
+    "serve --timeout": Row(SERVE, "... --timeout 7", "request_seconds=7"),
+    # convert
+    "convert source": Row("convert none new --to hf", "convert output new --to hf", "^exit 0"),
+    "convert target": Row("convert output --to hf", "convert output new --to hf", "^exit 0"),
+    "convert --to": Row("convert output new", "... --to hf", "new/model.safetensors"),
+    "convert --num-attention-heads": Row(
+        "convert foreign/fleetx new --to fourfold", "... --num-attention-heads 4", "4 heads"
+    ),
+    "convert --vocab-size": Row(
+        "convert output new --to hf", "... --vocab-size 300", "vocabulary of 300"
+    ),
+    "convert --megatron-names": Row(
+        "convert output new --to megatron", "... --megatron-names core-local", "impl local"
+    ),
+    "convert --tp": Row("convert output new --to megatron", "... --tp 2", "mp_rank_01"),
+    "convert --pp": Row("convert output new --to megatron", "... --pp 2", "mp_rank_00_001"),
+    "convert --tokenizer": Row(
+        "convert output new --to hf", "... --tokenizer none.json", REFUSED + "none.json"
+    ),
+    # layout
+    "layout --config": Row("layout", LAYOUT, "layout dp1"),
+    "layout --override": Row(LAYOUT, "... -o Distributed.mp_degree=2", "mp2"),
+    "layout --world": Row(LAYOUT, "... --world 2", "layout dp2"),
+    # plan
+    "plan --config": Row("plan --cluster A100", PLAN, "legal layouts"),
+    "plan --override": Row(PLAN, "... -o Model.num_layers=5", r"0\.075\d+ M parameters"),
+    "plan --cluster": Row("plan -c run.yaml", PLAN, "legal layouts"),
+    "plan --fix": Row(PLAN, "... --fix recompute=full", r"\n1 .*recompute full"),
+    "plan --top": Row(f"{PLAN} --cluster 2xA100", "... --top 1", r"^(?![\s\S]*\n2 )"),
+    "plan --tokens": Row(PLAN, "... --tokens 300B", "days"),
+    "plan --price": Row(f"{PLAN} --tokens 300B", "... --price 2", "per device-hour"),
+    "plan --explain": Row(PLAN, "... --explain 1", "time of one step"),
+    "plan --plot": Row(PLAN, "... --plot new.html", "new.html"),
+    "plan --emit": Row(PLAN, "... --emit new.yaml", "planned for"),
+    "plan --json": Row(PLAN, "... --json", '"candidates"'),
+    "plan --calibrate": Row(PLAN, CALIBRATE, "Calibrated"),
+    "plan --out": Row(CALIBRATE, "... --out new.yaml", "written: new.yaml"),
+    "plan --force": Row(f"{CALIBRATE} --out old.yaml", "... --force", "^exit 0"),
+    "plan --dry-run": Row("plan -c run.yaml", DRY_RUN, "rank 0 of 1"),
+    "plan --rank": Row(f"{DRY_RUN} --world 2", "... --rank 1", "rank 1 of 2"),
+    "plan --world": Row(DRY_RUN, "... --world 2", "rank 0 of 2"),
+    "plan --self-test": Row("plan", "... --self-test", "met  ", slow=True),
+    "plan --rows": Row("plan --rows none.csv", "... --self-test", "none.csv: cannot be read"),
+    # doctor
+    "doctor --nproc": Row(DOCTOR, "... --nproc 2", "all-reduce over 2", slow=True),
+    "doctor --out": Row(DOCTOR, "... --out other.yaml", "written: other.yaml", slow=True),
+    "doctor --force": Row(f"{DOCTOR} --out old.yaml", "... --force", "^exit 0", slow=True),
+    "doctor --seconds": Row("doctor --out old.yaml", "... --seconds 61", "--seconds"),
+    "doctor --directory": Row(DOCTOR, "... --directory none", REFUSED + "none", slow=True),
+    # quickstart
+    "quickstart --override": Row(QUICKSTART, "... -o Engine.max_steps=2", "step_2/", slow=True),
+    "quickstart --dir": Row(QUICKSTART, "... --dir there", "there/corpus", slow=True),
+    "quickstart --max-mb": Row(QUICKSTART, "... --max-mb 0.1", "0.1 MB", slow=True),
+    "quickstart --config": Row(QUICKSTART, "... --config none.yaml", "none.yaml", slow=True),
+    # data prepare
+    "data prepare --input": Row(PREPARE.replace("-i texts.jsonl", ""), PREPARE, "documents"),
+    "data prepare --output-prefix": Row(
+        PREPARE, "... --output-prefix other", "other_text_document.bin"
+    ),
+    "data prepare --tokenizer": Row(PREPARE, "... --tokenizer gpt2", "gpt2"),
+    "data prepare more_inputs": Row(PREPARE, "... texts.txt", ": 22 documents"),
+    "data prepare --append-eod": Row(PREPARE, "... --no-append-eod", '"append_eod": false'),
+    "data prepare --workers": Row(PREPARE, "... --workers 0", REFUSED + "workers"),
+    "data prepare --format": Row(PREPARE, "... --format fleetx", "new_ids.npy"),
+    "data prepare --json-key": Row(PREPARE, "... --json-key title", "title"),
+    "data prepare --document-separator": Row(
+        PREPARE.replace("jsonl", "txt"), "... --document-separator file", "new.*: 1 document"
+    ),
+    "data prepare --min-length": Row(PREPARE, "... --min-length 100", "shorter|too short|left out"),
+    "data prepare --max-document-mb": Row(PREPARE, "... --max-document-mb 0", REFUSED),
+    "data prepare --max-bad-lines": Row(
+        PREPARE.replace("texts", "bad"), "... --max-bad-lines 0", REFUSED + "bad.jsonl"
+    ),
+    "data prepare --allow-damaged-files": Row(
+        PREPARE.replace("jsonl", "jsonl damaged.jsonl.gz"), "... --allow-damaged-files", "^exit 0"
+    ),
+    "data prepare --strict": Row(PREPARE.replace("texts", "bad"), "... --strict", REFUSED),
+    "data prepare --overwrite": Row(
+        f"{PREPARE} --min-length 50", "... --overwrite", "^exit 0", before=PREPARE
+    ),
+    "data prepare --stdin-format": Row(PREPARE, "... --stdin-format txt", REFUSED),
+    # data train-tokenizer
+    "data train-tokenizer --input": Row(LEARN.replace("-i texts.jsonl", ""), LEARN, "^exit 0"),
+    "data train-tokenizer --output": Row(LEARN, "... --output other.json", "other.json: a"),
+    "data train-tokenizer --vocab-size": Row(LEARN, "... --vocab-size 290", "of 290"),
+    "data train-tokenizer more_inputs": Row(LEARN, "... none.txt", REFUSED + "none.txt"),
+    "data train-tokenizer --json-key": Row(LEARN, "... --json-key none", REFUSED + "more text"),
+    "data train-tokenizer --document-separator": Row(LEARN, "... --document-separator x", REFUSED),
+    "data train-tokenizer --every": Row(LEARN, "... --every 0", REFUSED),
+    "data train-tokenizer --max-document-mb": Row(LEARN, "... --max-document-mb 0", REFUSED),
+    "data train-tokenizer --max-bad-lines": Row(
+        LEARN.replace("texts", "bad"), "... --max-bad-lines 0", REFUSED
+    ),
+    "data train-tokenizer --allow-damaged-files": Row(
+        LEARN.replace("jsonl", "jsonl damaged.jsonl.gz"), "... --allow-damaged-files", "^exit 0"
+    ),
+    "data train-tokenizer --strict": Row(LEARN.replace("texts", "bad"), "... --strict", REFUSED),
+    "data train-tokenizer --stdin-format": Row(LEARN, "... --stdin-format txt", REFUSED),
+    # the other verbs of data
+    "data inspect path": Row("data inspect", INSPECT, "documents +200"),
+    "data inspect --samples": Row(INSPECT, "... --samples 4", "(?s)(Document [0-9].*){4}"),
+    "data inspect --tokenizer": Row(INSPECT, "... --tokenizer none", REFUSED + "none"),
+    "data inspect --png": Row(INSPECT, "... --png new.png", "new.png"),
+    "data inspect --json": Row(INSPECT, "... --json", '"prefix":'),
+    "data verify path": Row("data verify", VERIFY, "good"),
+    "data verify --vocab-size": Row(VERIFY, "... --vocab-size 10", "problem"),
+    "data merge sources": Row("data merge --output-prefix new", MERGE, "400 documents"),
+    "data merge --output-prefix": Row(MERGE, "... --output-prefix other", "other.bin"),
+    "data merge --to": Row(MERGE, "... --to fleetx", "fleetx"),
+    "data merge --force": Row(
+        MERGE.replace("data/words data", f"{MEGATRON} data"), "... --force", "^exit 0"
+    ),
+    "data merge --overwrite": Row(MERGE, "... --overwrite", "^exit 0", before=MERGE),
+    "data split path": Row("data split --parts 1,1 --output-prefix new", SPLIT, "new_train.bin"),
+    "data split --parts": Row(SPLIT, "... --parts 3,1", "new_train: 150"),
+    "data split --output-prefix": Row(SPLIT, "... --output-prefix other", "other_train.bin"),
+    "data split --overwrite": Row(SPLIT, "... --overwrite", "^exit 0", before=SPLIT),
+    "data convert path": Row(CONVERT.replace("data/words", ""), CONVERT, "^exit 0"),
+    "data convert --to": Row(CONVERT, "... --to legacy", "new_ids.npz|legacy"),
+    "data convert --output-prefix": Row(CONVERT, "... --output-prefix other", "other_ids.npy"),
+    "data convert --force": Row(
+        CONVERT.replace("fleetx", "legacy").replace("data/", ""), "... --force", "became documents"
+    ),
+    "data convert --overwrite": Row(CONVERT, "... --overwrite", "^exit 0", before=CONVERT),
+    "data index --config": Row("data index", "data index -c run.yaml", "samples of 32 tokens"),
+    "data index --override": Row(
+        "data index -c run.yaml", "... -o Data.dataset.max_seq_len=16", "samples of 16 tokens"
+    ),
+    "data blend --config": Row("data blend", "data blend -c run.yaml", "^exit 0"),
+    "data blend --override": Row(
+        "data blend -c run.yaml", "... -o Engine.max_steps=7", "56 samples"
+    ),
+    "data blend --data": Row("data blend --samples 10 --seq-len 8", BLEND, "^exit 0"),
+    "data blend --samples": Row(BLEND, "... --samples 17", "17"),
+    "data blend --seq-len": Row(BLEND, "... --seq-len 9", "90 tokens"),
+    # checkpoint
+    "checkpoint inspect place": Row("checkpoint inspect", "... output", "parameters"),
+    "checkpoint verify place": Row("checkpoint verify", "... output", "good"),
+    "checkpoint merge source": Row(
+        "checkpoint merge none new", "checkpoint merge output new", "new/"
+    ),
+    "checkpoint merge target": Row("checkpoint merge output", "... new", "new/"),
+    "checkpoint merge --prefix": Row(
+        "checkpoint merge output new", "... --prefix model.", "new: 28 tensors"
+    ),
+    # config
+    "config show --config": Row("config show", "... -c run.yaml", "hidden_size: 32"),
+    "config show --override": Row("config show -c run.yaml", "... -o Global.seed=8", "seed: 8"),
+    "config show --comments": Row(
+        "config show -c run.yaml", "... --no-comments", "\nGlobal:\n  device"
+    ),
+    "config check --config": Row("config check", "... -c run.yaml", "good"),
+    "config check --override": Row("config check -c run.yaml", "... -o Global.sed=8", REFUSED),
+    "config schema --config": Row("config schema", "... -c run.yaml", '"default": 320'),
+    "config schema --override": Row(
+        "config schema -c run.yaml", "... -o Engine.max_steps=777", '"default": 777'
+    ),
+}
+
+
+def options(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """ "verb --option" and "verb argument" for all there are, and "--option" of the command."""
+    command = typer.main.get_command(app) if command is None else command
+    for parameter in command.params:
+        yield " ".join([*path, max(parameter.opts, key=len)])
+    for name, verb in getattr(command, "commands", {}).items():
+        yield from options(verb, (*path, name))
+
+
+def test_every_option_has_a_row() -> None:
+    assert sorted(options()) == sorted(ROWS)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model, its data and text: what the words of the rows name."""
+    directory = tmp_path_factory.mktemp("world")
+    run = make_run(directory)
+    values = yaml.safe_load(run.config.read_text())
+    values["Engine"] |= {"max_steps": 2, "logging_freq": 1}
+    values["Data"]["batch_size"]["micro_batch_size"] = 2
+    values["Engine"]["save_load"] = {"output_dir": "new", "save_steps": 1}
+    (directory / "short.yaml").write_text(yaml.safe_dump(values))
+    values["Engine"] |= {"max_steps": 6}
+    values["Engine"]["save_load"] = {"output_dir": str(directory / "steps"), "save_steps": 0}
+    (directory / "steps.yaml").write_text(yaml.safe_dump(values))
+    Engine(load_config(directory / "steps.yaml")).fit()
+    texts = sentences(20, seed=2)
+    lines = [json.dumps({"text": text, "title": text.split()[0]}) for text in texts]
+    (directory / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "bad.jsonl").write_text("\n".join([*lines, "no json"]) + "\n")
+    (directory / "damaged.jsonl.gz").write_bytes(b"no gzip")
+    (directory / "texts.txt").write_text("one text\n\nand another\n")
+    (directory / "token").write_text("a-token-of-the-tests\n")
+    (directory / "foreign").mkdir()
+    (directory / "foreign" / "fleetx").symlink_to(FLEETX)
+    # Two documents, the first of them in two sentences.
+    np.save(directory / "words_ids.npy", np.arange(1, 8, dtype=np.uint16))
+    np.savez(
+        directory / "words_idx.npz", lens=np.array([2, 2, 3], np.int32), docs=np.array([0, 2, 3])
+    )
+    return directory
+
+
+class Observer:
+    """Runs the command in this process, each time in a new directory, and says all that shows."""
+
+    def __init__(self, world: Path, scratch: Path) -> None:
+        self.world, self.scratch = world, scratch
+        self.seen: dict[tuple[str, str], str] = {}
+
+    def __call__(self, words: str, before: str = "") -> str:
+        """What `words` show after the command `before`; remembered."""
+        if (words, before) not in self.seen:
+            place = Path(tempfile.mkdtemp(dir=self.scratch))
+            for there in self.world.iterdir():
+                (place / there.name).symlink_to(there)
+            (place / "old.yaml").write_text("device: A100\n")
+            if before:
+                self.run(before, place)
+            code, said = self.run(words, place)
+            self.seen[words, before] = f"exit {code}\n{said}" + "".join(files_in(place))
+        return self.seen[words, before]
+
+    def run(self, words: str, place: Path) -> tuple[object, str]:
+        said = io.StringIO()
+        with (
+            contextlib.chdir(place),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main(shlex.split(words))
+        return ended.value.code, said.getvalue()
+
+
+def files_in(place: Path) -> Iterator[str]:
+    for file in sorted(path for path in place.rglob("*") if path.is_file()):
+        if not any(part.is_symlink() for part in (file, *file.parents)):
+            yield f"{file.relative_to(place)}\n"
+            content = file.read_bytes()[:LARGEST_SHOWN]
+            yield content.decode("utf-8", "ignore") if b"\0" not in content else ""
+
+
+@pytest.fixture(scope="module")
+def observe(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observer]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    patch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    patch.setattr(serve, "serve", tell_what_is_served)
+    yield Observer(world, tmp_path_factory.mktemp("scratch"))
+    patch.undo()
+
+
+def tell_what_is_served(config: Config, name: str, **given: Any) -> None:
+    print(f"{name=}", *(f"{key}={value!r}" for key, value in given.items()))
+    print(f"weights={config.Inference.weights!r}")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if row.slow else [])
+        for name, row in ROWS.items()
+    ],
+)
+def test_option_is_used_or_refused(option: str, observe: Observer) -> None:
+    row = ROWS[option]
+    without = observe(row.without, row.before)
+    with_it = observe(row.words.replace("...", row.without), row.before)
+    assert not re.search(row.shows, without), without[:LARGEST_SHOWN]
+    assert re.search(row.shows, with_it), with_it[:LARGEST_SHOWN]
+    assert "Traceback" not in without + with_it
+
+
+PLAN_VALUES = {
+    "--config": "run.yaml", "--override": "Global.seed=1", "--cluster": "A100", "--fix": "mp=1",
+    "--top": "3", "--tokens": "1B", "--price": "1", "--explain": "1", "--plot": "x.png",
+    "--emit": "x.yaml", "--out": "x.yaml", "--rank": "1", "--world": "2", "--rows": "x.csv",
+    "--calibrate": "steps",
+}  # fmt: skip
+FLAGS = ("--json", "--force", "--dry-run", "--self-test")
+
+
+def test_every_mode_of_plan_refuses_what_it_would_ignore(observe: Observer) -> None:
+    verb = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    names = {parameter.name: max(parameter.opts, key=len) for parameter in verb.params}
+    assert {*names.values()} == {*PLAN_VALUES, *FLAGS}
+    assert {*names} == PLANNED.union(*MODES.values())
+    for mode, used in {**MODES, None: PLANNED}.items():
+        said = "plan" if mode is None else f"plan {words_of(names[mode])}"
+        for name, option in names.items():
+            if name in used or name in MODES:
+                continue
+            told = observe(f"{said} {words_of(option)}")
+            assert told.startswith("exit 2\n") and f"{option} has no effect with" in told, told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{DRY_RUN} --self-test", "--dry-run"),
+        (f"{CALIBRATE} --dry-run", "--cluster and --calibrate have no effect with --dry-run"),
+        (f"{PLAN} --explain 1 --json", "--json has no effect with --explain"),
+        (f"{PLAN} --explain 1 --top 3", "--top has no effect with --explain"),
+        (f"{PLAN} --price 3", "--price has no effect without --tokens"),
+        (f"{PREPARE} --strict --max-bad-lines 3", "give one of the two"),
+        (f"{BLEND} -c run.yaml", "either a configuration"),
+        (f"{BLEND} -o Global.seed=1", "either a configuration"),
+        ("data blend -c run.yaml --samples 3", "go with --data"),
+        ("config schema -o Global.seed=1", "name the file with -c"),
+        (
+            f"{TRAIN} --nproc 1 --nnodes 2 --node-rank 0 --master a:1 --hang-seconds 3",
+            "one machine",
+        ),
+        (f"{TRAIN} --cluster A100", "add --auto"),
+        (f"{TARGET} --step 3", "no target is given"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    words: str, said: str, observe: Observer
+) -> None:
+    told = observe(words)
+    assert told.startswith("exit 2\n") and said in told, told
+
+
+def words_of(option: str) -> str:
+    return option if option in FLAGS else f"{option} {PLAN_VALUES[option]}"
+
+
+def test_quickstart_says_when_it_keeps_the_text_of_an_earlier_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "python_text_document.json").touch()
+    make_data(tmp_path, 300, None)
+    make_data(tmp_path, 300, 1.5)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "--max-mb" not in first and second.endswith("--max-mb has no effect on what is there")
