@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import ConfigFile, Overrides, check_writable
+from fourfold.cli.options import ConfigFile, Overrides, check_writable, refuse_several_processes
 
 
 def evaluate(
@@ -24,6 +24,7 @@ def evaluate(
     from fourfold.config import load_config
     from fourfold.evaluate import evaluate
 
+    refuse_several_processes("evaluate")
     resolved = load_config(config, override or [])
     if output is not None:
         check_writable(output, "--output", makes_parents=True)

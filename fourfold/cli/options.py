@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,18 @@ def refuse_all_but(context: typer.Context, used: set[str], reason: str) -> None:
 def _was_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_several_processes(verb: str) -> None:
+    """For a verb that is one process: each of a launcher's would do all of it over again."""
+    from fourfold.launch.join import join_launcher
+
+    launcher = join_launcher(dict(os.environ))
+    if launcher is not None and launcher.world_size > 1:
+        raise UserError(
+            f"{verb} is one process, and {launcher.name} started {launcher.world_size}; start it "
+            "without a launcher, or with one process"
+        )
 
 
 def check_writable(path: Path, option: str, *, makes_parents: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.cli.options import ConfigFile, Overrides, refuse_several_processes
 from fourfold.errors import UserError
 
 
@@ -40,6 +40,7 @@ def serve(
     ] = True,
 ) -> None:
     """Serve a trained model over HTTP: OpenAI's API and a page to play with."""
+    refuse_several_processes("serve")
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UserError(

@@ -75,6 +75,13 @@ def make_service(
     on_notice: Notice,
 ) -> Service:
     module = GenerationModule(config, on_notice)
+    given = config.Generation
+    for name, is_given, field in (
+        ("num_return_sequences", given.num_return_sequences != 1, "n"),
+        ("seed", given.seed is not None, "seed"),
+    ):
+        if is_given:
+            on_notice(f"Generation.{name} has no effect here; a request asks for its own, {field}")
     metrics = Metrics()
     terms = Terms(
         tokenizer=module.tokenizer,
@@ -116,11 +123,6 @@ def log_requests() -> None:
 
 
 def check_servable(config: Config) -> None:
-    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(
-            f"serve is one process, and WORLD_SIZE={size} in its environment says otherwise; start "
-            "it without torchrun, or unset WORLD_SIZE"
-        )
     if config.Generation.decode_strategy == "beam_search":
         raise UserError(
             "Generation.decode_strategy='beam_search' cannot be served, since its texts cannot "

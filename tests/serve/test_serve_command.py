@@ -14,11 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import TOKEN, chunks
+from served import TOKEN, chunks, load
 from typer.testing import CliRunner
 
 from fourfold.cli import app, serving
 from fourfold.errors import UserError
+from fourfold.serve.limits import Limits
+from fourfold.serve.server import make_service
 
 # Data that could tell of the tokenizer is not there.
 NO_TEXT = ["-o", "Data.dataset.input_dir=./nowhere"]
@@ -75,9 +77,24 @@ def test_weak_tokens_are_refused(
 
 
 def test_several_processes_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="start it without torchrun"):
-        CliRunner().invoke(app, ["serve", "-c", str(config)], catch_exceptions=False)
+    # As srun starts them; evaluate too is one process.
+    for name, value in {"STEP_NUM_TASKS": "2", "PROCID": "1", "NODELIST": "a[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for verb in ("serve", "evaluate"):
+        with pytest.raises(UserError, match=f"{verb} is one process, and SLURM started 2"):
+            CliRunner().invoke(app, [verb, "-c", str(config)], catch_exceptions=False)
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_what_a_request_decides_has_no_effect_in_the_file(config: Path) -> None:
+    overrides = ["Generation.num_return_sequences=3", "Generation.seed=7"]
+    notices: list[str] = []
+    make_service(load(config, *overrides), "untrained", None, 1, Limits(), notices.append)
+    said = [notice for notice in notices if "no effect" in notice]
+    assert [notice.split(" ")[0] for notice in said] == [
+        "Generation.num_return_sequences",
+        "Generation.seed",
+    ]
 
 
 def test_a_missing_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
