@@ -7,8 +7,13 @@ else that escapes is a bug of ours.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
 
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
@@ -41,16 +46,40 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, torn, corrupted or of another model."""
 
 
+@contextmanager
+def heard_or_not(stream: TextIO | None) -> Iterator[None]:
+    """Write to the console in this block: whether anybody reads it must not decide about a run.
+
+    Once the reader has gone (`| head`, a terminal that was closed), all that follows goes nowhere.
+    What does not fit on a full disk is left out.
+    """
+    try:
+        yield
+    except OSError as error:
+        if stream is not None and error.errno in (errno.EPIPE, errno.EIO):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            # Not a new stream in its place: what it still holds would be tried again at the end.
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+
+
+def say(text: str, stream: TextIO | None) -> None:
+    """Print a line for whoever may be there to read it."""
+    with heard_or_not(stream):
+        print(text, file=stream, flush=True)
+
+
 def report(error: BaseException) -> int:
     """Say on standard error what ended a process; the exit code it should end with."""
     if isinstance(error, UserError):
-        print(f"fourfold: {error}", file=sys.stderr)
+        say(f"fourfold: {error}", sys.stderr)
         return USER_ERROR_EXIT
     if isinstance(error, RunError):
-        print(f"fourfold: {error}", file=sys.stderr)
+        say(f"fourfold: {error}", sys.stderr)
         return 1
     if isinstance(error, KeyboardInterrupt):
-        print("fourfold: interrupted", file=sys.stderr)
+        say("fourfold: interrupted", sys.stderr)
         return INTERRUPTED_EXIT
-    traceback.print_exception(error, file=sys.stderr)
+    with heard_or_not(sys.stderr):
+        traceback.print_exception(error, file=sys.stderr)
     return 1

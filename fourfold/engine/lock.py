@@ -56,12 +56,14 @@ class Claim:
 
     def release(self) -> None:
         """Give it up; where it was inherited, only for this process."""
+        if not self.is_held:
+            return
         self._released.set()
-        if self._file is not None:
-            self._file.close()
-        elif self._process == os.getpid() and _read(self.path).get("token") == self._token:
+        if self._process == os.getpid() and _read(self.path).get("token") == self._token:
             with suppress(OSError):
                 self.path.unlink()
+        if self._file is not None:
+            self._file.close()
 
     def keep(self) -> None:
         """Renew a lease from now on. Not before processes are forked: it takes a thread."""

@@ -20,6 +20,7 @@ from fourfold.engine.guard import Guard
 from fourfold.engine.instruments import Instruments
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.summary import describe
+from fourfold.errors import DataError
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
@@ -100,8 +101,8 @@ class Engine:
                 with watch.meter.timed("evaluate"):
                     self._evaluate(watch.sinks, "test", self.config.Engine.test_iters)
                 watch.sinks.notice("The training process is complete.")
-        if self.mesh.rank == 0 and save:
-            plot_losses(self.output_dir)
+            if self.mesh.rank == 0 and save:
+                self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
 
@@ -196,6 +197,13 @@ class Engine:
             seconds=time.perf_counter() - start,
             batches=iterations,
         )
+
+    def _draw(self, sinks: Sinks) -> None:
+        try:
+            plot_losses(self.output_dir)
+        except (OSError, DataError) as error:
+            # The run is over and saved; a full disk need not make it a failure.
+            sinks.notice(f"the loss curve was not drawn: {error}", level="WARNING")
 
     # -- reporting --------------------------------------------------------------------------
 

@@ -14,13 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-from fourfold.errors import UserError
 from fourfold.heartbeat import Board
-from fourfold.launch.diagnosis import Ending
+from fourfold.launch.diagnosis import Ending, Log
 from fourfold.launch.kernel import adopt_orphans
 from fourfold.launch.worker import Place, run_rank
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
@@ -45,8 +43,7 @@ class Children:
     ) -> None:
         self.board = Board(nproc)
         names = [log_name.format(attempt=attempt, rank=rank) for rank in range(nproc)]
-        self.logs = [log_dir / name for name in names]
-        self.log_starts = [_begin_log(log, attempt) for log in self.logs]
+        self.logs = [Log(log_dir / name, attempt) for name in names]
         self.endings: list[Ending] = []
         self.running: dict[int, int] = {}  # rank to process id
         self._disturbed = False
@@ -65,6 +62,12 @@ class Children:
 
     def __exit__(self, *raised: object) -> None:
         self.kill()
+        for log in self.logs:
+            log.close()
+
+    @property
+    def log_dir(self) -> Path:
+        return self.logs[0].path.parent
 
     @property
     def failures(self) -> list[Ending]:
@@ -138,20 +141,7 @@ class Children:
             failure=self.board.failure(rank),
             last=self.board.last_beat(rank),
             log=self.logs[rank],
-            log_start=self.log_starts[rank],
         )
-
-
-def _begin_log(log: Path, attempt: int) -> int:
-    """Head this attempt's part of a log that may have earlier ones; the bytes up to its end."""
-    now = datetime.now().isoformat(sep=" ", timespec="seconds")
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as stream:
-            stream.write(f"--- attempt {attempt}, {now}\n")
-        return log.stat().st_size
-    except OSError as error:
-        raise UserError(f"cannot write the log {log}: {error.strerror or error}") from error
 
 
 def _start_keeper() -> tuple[int, int]:

@@ -7,12 +7,14 @@ does not just report a lost connection is the cause.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from fourfold.errors import USER_ERROR_EXIT
+from fourfold.errors import USER_ERROR_EXIT, UserError
 from fourfold.heartbeat import Beat, Failure
 
 SAME_MOMENT_SECONDS = 0.25
@@ -28,6 +30,46 @@ _LOST_PEER = re.compile(
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
 
+class Log:
+    """What a rank writes in an attempt, kept open from the start.
+
+    Whatever becomes of the file's name, both sides go on with the file, and one that can no longer
+    be read is empty: to look after ranks does not depend on their logs.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        """Head this attempt's part of a file that may have earlier ones."""
+        self.path = path
+        now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self.descriptor, f"--- attempt {attempt}, {now}\n".encode())
+        except OSError as error:
+            raise UserError(f"cannot write the log {path}: {error.strerror or error}") from error
+        self.start = self.size()
+
+    def size(self) -> int:
+        try:
+            return os.fstat(self.descriptor).st_size
+        except OSError:
+            return 0
+
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            return os.pread(self.descriptor, max(0, stop - start), start)
+        except OSError:
+            return b""
+
+    def text(self, start: int) -> str:
+        """From byte `start` on; of a very long text, its end."""
+        size = self.size()
+        return self.read(max(start, size - MAX_TEXT_BYTES), size).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a rank ended; `status` is its exit code, or minus the signal that killed it.
@@ -41,8 +83,7 @@ class Ending:
     disturbed: bool
     failure: Failure | None
     last: Beat
-    log: Path
-    log_start: int
+    log: Log
 
     @property
     def moment(self) -> float:
@@ -54,22 +95,13 @@ class Ending:
 
     def error_text(self) -> str:
         """What the rank said about its end: its error, or the last it wrote before a signal."""
-        start = self.failure.log_offset if self.failure else self.log_start
-        return read_text(self.log, start)
+        return self.log.text(self.failure.log_offset if self.failure else self.log.start)
 
     @property
     def lost_a_peer(self) -> bool:
         """Whether its only complaint is that others did not answer."""
         last_words = self.error_text()[-2000:]
         return self.status > 0 and _LOST_PEER.search(last_words) is not None
-
-
-def read_text(log: Path, start: int) -> str:
-    """The log from byte `start` on; of a very long text, its end."""
-    with log.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(start, size - MAX_TEXT_BYTES))
-        return stream.read(MAX_TEXT_BYTES).decode(errors="replace")
 
 
 def root_cause(failures: list[Ending]) -> Ending:
@@ -97,10 +129,10 @@ def explain(cause: Ending, endings: list[Ending]) -> list[str]:
         lines.append(f"fourfold: before that, {ranks(left)} had ended with exit code 0")
     if not text and cause.rank > 0:
         # A script that ends by `sys.exit(3)` has said why before; of rank 0 that was shown.
-        text = read_text(cause.log, cause.log_start).rstrip()
+        text = cause.log.text(cause.log.start).rstrip()
     if shown := _last_words(text, cause.status):
         lines += [f"    {line}" for line in shown]
-    return [*lines, f"fourfold: the log of rank {cause.rank} is {cause.log}"]
+    return [*lines, f"fourfold: the log of rank {cause.rank} is {cause.log.path}"]
 
 
 def how_it_ended(end: Ending) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from fourfold.heartbeat import Beat
 from fourfold.launch import worker
 from fourfold.launch.children import Children
-from fourfold.launch.diagnosis import ranks, read_text
+from fourfold.launch.diagnosis import ranks
 from fourfold.launch.kernel import process_state
 from fourfold.signals import STACKS_SIGNAL
 
@@ -74,7 +74,7 @@ class Standing:
 
 def take_stacks(children: Children) -> list[Standing]:
     """Ask all running ranks for their stacks; those that can answer do so in their logs."""
-    asked_at = {rank: children.logs[rank].stat().st_size for rank in children.running}
+    asked_at = {rank: children.logs[rank].size() for rank in children.running}
     children.signal(STACKS_SIGNAL)
     stacks: dict[int, list[Frame]] = {rank: [] for rank in asked_at}
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -84,7 +84,7 @@ def take_stacks(children: Children) -> list[Standing]:
     ):
         time.sleep(0.02)
         for rank, offset in asked_at.items():
-            stacks[rank] = main_thread(read_text(children.logs[rank], offset))
+            stacks[rank] = main_thread(children.logs[rank].text(offset))
     return [
         Standing(
             rank, children.board.last_beat(rank), process_state(children.running[rank]), frames

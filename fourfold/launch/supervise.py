@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from fourfold.errors import USER_ERROR_EXIT
+from fourfold.errors import USER_ERROR_EXIT, say
 from fourfold.launch.children import LOG_NAME, Children
 from fourfold.launch.diagnosis import explain, root_cause
 from fourfold.launch.stacks import STACKS_PLACE, explain_hang, take_stacks
@@ -48,8 +48,8 @@ def supervise(
     standard error.
     """
     assert nproc >= 1 and max_restarts >= 0
-    echo = echo or partial(print, flush=True)
-    tell = tell or partial(print, file=sys.stderr, flush=True)
+    echo = echo or partial(say, stream=sys.stdout)
+    tell = tell or partial(say, stream=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, SupervisorSignals() as signals:
         for attempt in range(max_restarts + 1):
             store = Path(stores) / f"store_{attempt}"
@@ -141,7 +141,7 @@ class Watch:
         self.console.show()
         standings = take_stacks(self.children)
         self.tell(f"fourfold: {observed}")
-        for line in explain_hang(standings, self.children.logs[0].parent):
+        for line in explain_hang(standings, self.children.log_dir):
             self.tell(line)
         self.children.kill()
         return FAILED
@@ -150,7 +150,7 @@ class Watch:
         """Somebody wants to know where the ranks stand; they write it down and go on."""
         self.signals.wants_stacks = False
         self.children.signal(STACKS_SIGNAL)
-        self.tell(STACKS_PLACE.format(directory=self.children.logs[0].parent))
+        self.tell(STACKS_PLACE.format(directory=self.children.log_dir))
 
     def _stop_is_overdue(self, since: float) -> bool:
         if self.signals.urgent:
@@ -196,15 +196,15 @@ class RankZeroLines:
     def __init__(self, children: Children, echo: Echo) -> None:
         self._board = children.board
         self._log = children.logs[0]
-        self._offset = children.log_starts[0]
+        self._offset = self._log.start
         self._echo = echo
 
     def show(self, whole_lines: bool = True) -> None:
         """What came since the last call; at the end also a line that was never finished."""
         failure = self._board.failure(0)
-        with self._log.open("rb") as stream:
-            stream.seek(self._offset)
-            text = stream.read(-1 if failure is None else max(0, failure.log_offset - self._offset))
+        end = self._log.size() if failure is None else failure.log_offset
+        self._offset = min(self._offset, end)  # somebody may have emptied it
+        text = self._log.read(self._offset, end)
         if whole_lines:
             text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)

@@ -7,6 +7,7 @@ the frames below it on the stack belong to the supervisor and must not be unwoun
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import NoReturn, TextIO
 
 from fourfold import heartbeat
 from fourfold.errors import report
+from fourfold.launch.diagnosis import Log
 from fourfold.launch.kernel import die_with_parent
 from fourfold.signals import STOP_SIGNALS, answer_with_stacks, forget_answers
 
@@ -30,7 +32,7 @@ class Place:
     nproc: int
     attempt: int
     store: Path
-    log: Path
+    log: Log
     board: heartbeat.Board
     supervisor: int
 
@@ -77,16 +79,16 @@ def _take(place: Place) -> None:
         torch.set_num_threads(max(1, num_processors() // place.nproc))
 
 
-def _redirect_output(log: Path) -> None:
+def _redirect_output(log: Log) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
+    # Aside first: where the supervisor had closed one of the three, either may stand in its place.
+    output = fcntl.fcntl(log.descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    nothing = fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, 3)
     os.dup2(nothing, 0)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for opened in (nothing, output):
-        # Where the supervisor had closed one of the three, it was opened in its place.
-        if opened > 2:
-            os.close(opened)
+    os.close(nothing)
+    os.close(output)
     # Line by line, so that a rank that is killed has said what it had to say.
     sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
 
@@ -104,7 +106,7 @@ def _exit_code(work: Callable[[], None], place: Place) -> int:
         sys.stdout.flush()
         # Noted before the message is written and any connection closes: this is the order in
         # which ranks failed, and the supervisor finds the message from here on.
-        place.board.fail(place.rank, place.log.stat().st_size)
+        place.board.fail(place.rank, place.log.size())
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             return error.code
         return report(error)

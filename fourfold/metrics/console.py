@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fourfold.errors import heard_or_not
 from fourfold.metrics.lines import FleetXLines, LineStyle
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Console:
     The lines are FleetX's unless another style is given. With `max_steps` and a terminal, a
     progress line follows the log.
     """
+
+    name = "the console"
 
     def __init__(
         self,
@@ -44,14 +47,16 @@ class Console:
         )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for line in self._style.lines(record, self._colour):
-            self._print(line)
-        if record["kind"] == "train" and self._progress:
-            self._progress.show(record)
+        with heard_or_not(self._stream):
+            for line in self._style.lines(record, self._colour):
+                self._print(line)
+            if record["kind"] == "train" and self._progress:
+                self._progress.show(record)
 
     def close(self) -> None:
         if self._progress:
-            self._progress.close()
+            with heard_or_not(self._stream):
+                self._progress.close()
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

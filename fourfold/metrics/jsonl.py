@@ -13,13 +13,17 @@ import json
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
+# Records kept while the disk is full; the oldest go first.
+MAX_UNWRITTEN = 10_000
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -37,18 +41,40 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class JsonLines:
     """Appends records to `path`; history beyond `resume_step` is cut off first.
 
-    `dropped` says how many lines were cut off.
+    `dropped` says how many lines were cut off. A record that cannot be written raises `OSError`,
+    is kept, and is written before the next one; the file never has part of a line inside.
     """
+
+    name = FILE_NAME
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.dropped = _cut_history(path, resume_step) if path.exists() else 0
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(_line(record))
+        self._unwritten.append(_line(record).encode())
+        self._write_all()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_all()
+        finally:
+            self._file.close()
+
+    def _write_all(self) -> None:
+        while self._unwritten:
+            end = self._file.seek(0, os.SEEK_END)
+            rest = memoryview(self._unwritten[0])
+            try:
+                while rest:
+                    # A disk that is nearly full takes a part, and refuses the next.
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(end)
+                raise
+            self._unwritten.popleft()
 
 
 class _Parsed(NamedTuple):

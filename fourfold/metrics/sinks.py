@@ -8,7 +8,8 @@ which has nowhere to write to.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -22,17 +23,24 @@ from fourfold.metrics.trackers import TensorBoard, WeightsAndBiases
 
 
 class Sink(Protocol):
+    name: str
+
     def write(self, record: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Sinks:
-    """Turns what happens into records and hands each to every sink."""
+    """Turns what happens into records and hands each to every sink.
+
+    No record is worth a run: a sink that cannot write is named once, to the others, and the run
+    goes on.
+    """
 
     def __init__(self, *sinks: Sink, step: int = 0) -> None:
         self._sinks = sinks
         self._step = step
+        self._failing: set[str] = set()
 
     def train(self, record: Step) -> None:
         self._write("train", asdict(record))
@@ -76,7 +84,8 @@ class Sinks:
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            with self._surviving(sink):
+                sink.close()
         self._sinks = ()
 
     def __enter__(self) -> Self:
@@ -91,7 +100,22 @@ class Sinks:
         stamp = {"kind": kind, "step": self._step, "time": timestamp()}
         record = {**stamp, **_plain(fields), "kind": kind}
         for sink in self._sinks:
-            sink.write(record)
+            with self._surviving(sink):
+                sink.write(record)
+
+    @contextmanager
+    def _surviving(self, sink: Sink) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if sink.name not in self._failing:
+                self._failing.add(sink.name)
+                self.notice(
+                    f"{sink.name} cannot be written ({error.strerror or error}); the run goes on",
+                    level="WARNING",
+                )
+        else:
+            self._failing.discard(sink.name)
 
 
 def open_sinks(

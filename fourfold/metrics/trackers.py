@@ -75,6 +75,8 @@ def _is_secret(key: str, value: Any) -> bool:
 class TensorBoard:
     """Event files in `directory`; on resume, points after `resume_step` are hidden by purging."""
 
+    name = "TensorBoard"
+
     def __init__(self, directory: Path, config: Mapping[str, Any], resume_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -95,6 +97,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run directory: its id is kept there, so a resumed run continues it."""
 
+    name = "Weights & Biases"
     ID_FILE = "wandb_run_id.txt"
 
     def __init__(

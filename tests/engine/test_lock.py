@@ -87,6 +87,7 @@ def test_what_is_released_is_free_and_what_is_held_can_be_claimed_again(
     first = claim(tmp_path)
     assert claim(tmp_path / "." / "") is first
     first.release()
+    assert not list(tmp_path.iterdir())
     second = claim(tmp_path)
     assert second is not first and second.is_held
     second.release()

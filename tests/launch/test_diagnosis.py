@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.heartbeat import Beat, Board, Failure, attach, beat
-from fourfold.launch.diagnosis import Ending, ranks, root_cause
+from fourfold.launch.diagnosis import Ending, Log, ranks, root_cause
 from fourfold.launch.stacks import Frame, Standing, culprits, main_thread
 from fourfold.launch.worker import __file__ as WORKER
 
@@ -19,10 +20,11 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:4711\n"
 @pytest.fixture
 def ended(tmp_path: Path):  # type: ignore[no-untyped-def]
     def make(rank: int, status: int, moment: float, error: str = "") -> Ending:
-        log = tmp_path / f"rank_{rank}.log"
-        log.write_text(f"step 1\n{error}")
-        failure = Failure(moment, len("step 1\n")) if error else None
-        return Ending(rank, status, moment, False, failure, Beat(0.0, 1, "save"), log, 0)
+        log = Log(tmp_path / f"rank_{rank}.log", 0)
+        os.write(log.descriptor, b"step 1\n")
+        failure = Failure(moment, log.size()) if error else None
+        os.write(log.descriptor, error.encode())
+        return Ending(rank, status, moment, False, failure, Beat(0.0, 1, "save"), log)
 
     return make
 

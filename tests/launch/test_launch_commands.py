@@ -142,6 +142,21 @@ def test_a_user_error_of_all_processes_is_shown_once(tiny: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--nproc 2"])
+def test_a_reader_that_goes_away_does_not_end_the_run(words: str, tiny: Path) -> None:
+    command = f"{sys.executable} -m fourfold train -c {tiny} {words} 2>&1 | head -1"
+    result = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0 and result.stdout.count("\n") == 1
+    assert (tiny.parent / "run" / "step_3").exists()
+    assert "training process is complete" in (tiny.parent / "run" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [[], ["--nproc", "1"]], ids=["single", "supervised"])
 def test_a_second_run_in_the_same_directory_is_refused(first: list[str], tiny: Path) -> None:
     words = [sys.executable, "-m", "fourfold", "train", "-c", str(tiny)]

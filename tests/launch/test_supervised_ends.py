@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from supervised import add_up, attempt, meet, rank, run
+from supervised import add_up, attempt, exit_status, meet, rank, run
+from tiny_run import start_child
 
 from fourfold.errors import ConfigError, UserError
 from fourfold.heartbeat import beat
+from fourfold.launch import supervise
 
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:
@@ -184,6 +186,50 @@ def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(UserError, match="cannot write the log"):
         run(fail, 2, tmp_path / "logs")
+
+
+def test_a_log_that_is_removed_or_emptied_costs_nothing(tmp_path: Path) -> None:
+    """By a clean-up script, or one that rotates logs."""
+
+    def work() -> None:
+        meet()
+        print("before")
+        logs = tmp_path / "attempt_0"
+        if rank() == 0:
+            os.truncate(logs / "rank_0.log", 0)
+            time.sleep(0.3)
+            print("emptied")
+            time.sleep(0.3)
+            for log in logs.iterdir():
+                log.unlink()
+            logs.rmdir()
+            time.sleep(0.3)
+            print("removed")
+        add_up()
+        if rank() == 1:
+            fail()
+        add_up()
+
+    console = run(work, 2, tmp_path)
+    assert console.code == 1
+    assert {"emptied", "removed"} <= set(console.shown)
+    assert "    ValueError: no such thing" in console.told
+
+
+def test_a_console_that_nobody_reads_costs_nothing(tmp_path: Path) -> None:
+    def supervisor() -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        for stream in (1, 2):
+            os.dup2(writing, stream)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+        assert supervise(lambda: print("x" * 100_000), 2, tmp_path) == 0
+        assert supervise(fail, 1, tmp_path) == 1
+        sys.stdout.flush()
+        (tmp_path / "survived").touch()
+
+    assert exit_status(start_child(supervisor)) == 0
+    assert (tmp_path / "survived").exists()
 
 
 def test_the_warm_process_can_be_forked() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.errors import UserError, report, say
 from fourfold.metrics import Console, Sinks, Step
 from fourfold.metrics.console import duration
 from fourfold.metrics.lines import escape, log_line, train_message
@@ -189,3 +191,37 @@ def test_a_stream_that_cannot_encode_a_character_gets_its_escape() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.fixture
+def deserted() -> Iterator[TextIO]:
+    """A pipe that nobody reads any more, as standard output is behind `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    yield stream
+    stream.close()  # raises if it still holds what cannot be written
+
+
+def test_a_reader_that_went_away_is_no_error(
+    deserted: TextIO, make_step: Callable[..., Step]
+) -> None:
+    with Sinks(Console(deserted, max_steps=3)) as sinks:
+        for step in (1, 2, 3):
+            sinks.train(make_step(step))
+    say("goes nowhere", deserted)
+
+
+def test_an_error_that_nobody_can_read_still_has_its_exit_code(
+    deserted: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", deserted)
+    assert report(UserError("unheard")) == 2
+    assert report(ValueError("unheard")) == 1
+
+
+def test_a_full_disk_takes_some_lines_and_not_the_run(make_step: Callable[..., Step]) -> None:
+    with open("/dev/full", "w") as full, Sinks(Console(full)) as sinks:
+        sinks.train(make_step(1))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+        sinks.train(make_step(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Console, Sinks, Step, open_sinks, read_jsonl
+from fourfold.metrics.jsonl import JsonLines
 from fourfold.metrics.trackers import redact
 
 
@@ -136,7 +138,9 @@ def test_a_damaged_line_in_the_middle_is_named_but_does_not_stop_a_resume(
 
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]":,0naN\n', max_size=60).map(str.encode))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
+)
 def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
@@ -287,3 +291,62 @@ def test_importing_metrics_is_light() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+class Flaky:
+    """A file that takes so many bytes, and then no more."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.room = file, 10**9
+
+    def write(self, data: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_is_told_once_and_loses_no_record(
+    tmp_path: Path, make_step: Callable[..., Step]
+) -> None:
+    jsonl, shown = JsonLines(tmp_path / "metrics.jsonl"), io.StringIO()
+    flaky = jsonl._file = Flaky(jsonl._file)  # type: ignore[assignment]
+    with Sinks(Console(shown), jsonl) as sinks:
+        sinks.train(make_step(1))
+        flaky.room = 100  # less than a line, so one is torn
+        sinks.train(make_step(2))
+        sinks.train(make_step(3))
+        assert steps_of(tmp_path) == [1], "and no part of a line behind it"
+        flaky.room = 10**9
+        sinks.train(make_step(4))
+        assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert shown.getvalue().count("metrics.jsonl cannot be written (No space left") == 1
+    assert shown.getvalue().count("global step") == 4
+
+
+def test_a_sink_that_cannot_even_close_hides_no_error(
+    tmp_path: Path, make_step: Callable[..., Step]
+) -> None:
+    class Dead:
+        name = "the dead one"
+        closed = 0
+
+        def write(self, record: Any) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+        def close(self) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    shown = io.StringIO()
+    with (
+        pytest.raises(ValueError, match="the real one"),
+        Sinks(Dead(), Console(shown), JsonLines(tmp_path / "metrics.jsonl")) as sinks,
+    ):
+        sinks.train(make_step(1))
+        raise ValueError("the real one")
+    assert steps_of(tmp_path) == [1]
+    assert shown.getvalue().count("the dead one cannot be written (Transport endpoint") == 1
