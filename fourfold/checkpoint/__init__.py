@@ -10,6 +10,7 @@ is plain JSON: step, samples consumed, loss scale, configuration.
     begin_save(...)                               the same, written in the background
     resume(where, tensors, on_notice)             fills tensors from the newest good checkpoint
     load(directory, tensors)                      fills tensors from this one, or raises
+    Verified(directory)                           tensors of this one, one at a time
     merge(source, target)                         the same checkpoint with every tensor whole
 
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
@@ -20,7 +21,14 @@ from fourfold.checkpoint.directory import candidates, named
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.merging import merge
 from fourfold.checkpoint.pieces import Piece, Tensors
-from fourfold.checkpoint.reading import load, read_state, resume, tensor_names, verify
+from fourfold.checkpoint.reading import (
+    Verified,
+    load,
+    read_state,
+    resume,
+    tensor_names,
+    verify,
+)
 from fourfold.checkpoint.writing import PendingSave, begin_save, save
 
 __all__ = [
@@ -29,6 +37,7 @@ __all__ = [
     "PendingSave",
     "Piece",
     "Tensors",
+    "Verified",
     "begin_save",
     "candidates",
     "load",

@@ -175,6 +175,47 @@ def tensor_names(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torc
     return {name: (record.shape, record.torch_dtype()) for name, record in tensors.items()}
 
 
+class Verified:
+    """The tensors of a checkpoint whose names begin with `prefix`, for whoever wants one at a time.
+
+    Opening it reads and hashes every file once; `read` then copies single tensors out of the
+    mapped files. Until it is closed, a checkpoint that is replaced or removed is an error.
+    """
+
+    def __init__(self, directory: Path | str, prefix: str = "") -> None:
+        self.directory = Path(directory)
+        self._place = Place(self.directory)
+        try:
+            self._manifest = self._place.steady(lambda: read_manifest(self.directory))
+            self._place.steady(lambda: check_files(self.directory, self._manifest, prefix))
+            self.state = self._place.steady(lambda: _read_state(self.directory))
+        except BaseException:
+            self.close()
+            raise
+        self.names = [name for name in self._manifest.tensors if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._manifest.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._manifest.tensors[name].torch_dtype()
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        wanted = as_pieces({name: tensor})
+        self._place.steady(lambda: read_shards(self.directory, self._manifest, wanted))
+        return tensor
+
+    def close(self) -> None:
+        self._place.__exit__()
+
+    def __enter__(self) -> Verified:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def verify(directory: Path | str) -> list[str]:
     """Everything wrong with a checkpoint, down to the last byte; empty if it is good."""
     directory = Path(directory)

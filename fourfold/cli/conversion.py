@@ -27,6 +27,9 @@ def convert(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The tokenizer, where the source has none beside it.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option(help="Take a tokenizer that did not make the model's training data.")
+    ] = False,
     megatron_names: Annotated[
         Names | None,
         typer.Option(
@@ -54,6 +57,7 @@ def convert(
         num_attention_heads=num_attention_heads,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
+        force=force,
         megatron=MegatronLayout(**given) if given else None,  # type: ignore[arg-type]
     )
     for note in done.notes:

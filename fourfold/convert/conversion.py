@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from fourfold.checkpoint.directory import sync_directory
 from fourfold.convert.detect import load_foreign
 from fourfold.convert.fleetx import write_fleetx
 from fourfold.convert.foreign import ForeignModel, Kind
 from fourfold.convert.huggingface_out import SHARD_BYTES, write_huggingface
 from fourfold.convert.megatron_out import MegatronLayout, write_megatron
 from fourfold.convert.native import write_native
+from fourfold.convert.scratch import check_room, sync_tree
 from fourfold.errors import CheckpointError, UserError
 from fourfold.tokenizer import Tokenizer
 
@@ -37,13 +42,15 @@ def convert(
     num_attention_heads: int | None = None,
     vocab_size: int | None = None,
     tokenizer: Path | str | None = None,
+    force: bool = False,
     megatron: MegatronLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
     """Write the model at `source` to the new directory `target` in the format `to`.
 
     `target` appears complete or not at all. `vocab_size` cuts off the padding of a vocabulary;
-    `tokenizer` names one that is not beside the source; `megatron` is for that format alone.
+    `tokenizer` names one that is not beside the source, and `force` takes one that did not make the
+    model's data; `megatron` is for that format alone.
     """
     target = Path(target)
     if megatron is not None and to != "megatron":
@@ -57,20 +64,31 @@ def convert(
         with load_foreign(source, num_attention_heads, temporary) as model:
             if vocab_size is not None:
                 model.trim_vocabulary(vocab_size)
-            words = _tokenizer(model, tokenizer)
+            words = _tokenizer(model, tokenizer, force)
             flags = []
+            layout = megatron or MegatronLayout()
+            check_room(temporary, _bytes_needed(model, to, layout))
             if to == "megatron":
-                layout = megatron or MegatronLayout()
                 flags = write_megatron(model, temporary, target, layout, words)
             else:
                 _write(model, temporary, target, to, words, shard_bytes)
             done = Converted(model.kind, model.model, words is not None, model.notes, flags)
+        sync_tree(temporary)
         temporary.rename(target)
-    except OSError as error:
+        sync_directory(whole.parent)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return done
+
+
+def _bytes_needed(model: ForeignModel, to: Kind, layout: MegatronLayout) -> int:
+    """The weights as they are written, and what waits on the disk until a file is whole."""
+    weights = sum(source.nbytes for source in model.stored.values())
+    if to == "fourfold":
+        return 2 * sum(4 * math.prod(source.shape) for source in model.stored.values())
+    return weights + (weights // layout.pp if to == "megatron" else 0)
 
 
 def _write(
@@ -91,7 +109,7 @@ def _write(
             tokenizer.save(directory / "tokenizer.json")
 
 
-def _tokenizer(model: ForeignModel, named: Path | str | None) -> Tokenizer | None:
+def _tokenizer(model: ForeignModel, named: Path | str | None, force: bool) -> Tokenizer | None:
     """The tokenizer asked for, or the source's own if that is one Fourfold can use."""
     place = named if named is not None else model.tokenizer
     if place is None:
@@ -109,4 +127,13 @@ def _tokenizer(model: ForeignModel, named: Path | str | None) -> Tokenizer | Non
             f"{place} has {tokenizer.vocab_size} tokens, more than the {model.model['vocab_size']} "
             f"of the model at {model.path}; it is another model's tokenizer"
         )
+    if model.made_with not in (None, tokenizer.identity):
+        text = (
+            f"{place} is another tokenizer ({tokenizer.identity[:12]}) than the one that made the "
+            f"training data of {model.path} ({str(model.made_with)[:12]}), so the model knows each "
+            "id as another text"
+        )
+        if not force:
+            raise CheckpointError(f"{text}; give the right one with --tokenizer, or --force")
+        model.notes.append(text)
     return tokenizer

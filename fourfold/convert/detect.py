@@ -60,7 +60,7 @@ def load_foreign(
     """
     source = open_weights(path, workspace)
     try:
-        model = _read(source, num_attention_heads, workspace)
+        model = _read(source, num_attention_heads)
         heads = model.model["num_attention_heads"]
         if num_attention_heads not in (None, heads):
             raise CheckpointError(
@@ -74,15 +74,14 @@ def load_foreign(
     return model
 
 
-def _read(source: Source, heads: int | None, workspace: Path | None) -> ForeignModel:
+def _read(source: Source, heads: int | None) -> ForeignModel:
     if source.kind == "hf":
         return huggingface.read_huggingface(source.directory)
     if source.kind == "fleetx":
         return fleetx.read_fleetx(source.directory, heads)
     if source.kind == "megatron":
         return megatron.read_megatron(source.directory, heads)
-    place = source.closing.enter_context(tempfile.TemporaryDirectory(dir=workspace))
-    return native.read_native(source.directory, Path(place))
+    return native.read_native(source.directory, source.closing)
 
 
 def _unpacked(path: Path, workspace: Path | None) -> Source:

@@ -4,6 +4,7 @@
     stored    every weight under our name (without "model."), in our order, checked
     tensors() the same, read one at a time
     tokenizer a place `Tokenizer.load` knows, or None
+    made_with the identity of the tokenizer that made the training data, where it is known
     notes     what was decided on the way, one sentence each
 
 What the tensors themselves say (layers, widths, vocabulary) is measured, never believed from a
@@ -41,6 +42,7 @@ class ForeignModel:
     model: dict[str, int | float]
     stored: dict[str, Stored]
     tokenizer: Path | None = None
+    made_with: str | None = None
     notes: list[str] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -72,7 +74,7 @@ class ForeignModel:
         self.model["vocab_size"] = rows
 
     def close(self) -> None:
-        """Give back the place an archive was unpacked to."""
+        """Close the files, and give back the place an archive was unpacked to."""
         self.closing.close()
 
     def __enter__(self) -> ForeignModel:

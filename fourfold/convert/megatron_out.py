@@ -161,7 +161,8 @@ def _write_stage(
             "iteration": 0,
             "model": _nested(held) if layout.names == "classic" else held,
         }
-        torch.save(content, leaf / FILES[0])
+        with (leaf / FILES[0]).open("wb") as stream:  # whose errors say what is wrong
+            torch.save(content, stream)
 
 
 def _held(model: ForeignModel, layout: MegatronLayout, stage: int) -> list[tuple[str, str]]:

@@ -9,6 +9,8 @@ Written is an output directory a run can start from:
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from fourfold.convert.files import find_tokenizer
 from fourfold.convert.foreign import ForeignModel, assemble, count_of
 from fourfold.convert.scratch import disk_tensor
 from fourfold.convert.stored import Stored
-from fourfold.errors import CheckpointError
+from fourfold.errors import CheckpointError, UserError
 from fourfold.tokenizer import Tokenizer
 
 PREFIX = "model."
@@ -30,25 +32,21 @@ CONFIG = "config.yaml"
 _OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range")
 
 
-def read_native(where: Path, workspace: Path) -> ForeignModel:
+def read_native(where: Path, closing: ExitStack) -> ForeignModel:
     """The weights of the newest checkpoint at `where`, verified as for a resumed run.
 
-    They are read through a file in `workspace`: checking costs one pass over the checkpoint, not
-    one for every tensor.
+    Checking reads every file once; each weight is then read where it lies until `closing` closes.
     """
     directory = checkpoint.candidates(where)[0]
-    state = checkpoint.read_state(directory)
-    section = _model_section(directory, state)
-    tensors = {
-        name: disk_tensor(workspace, shape, dtype)
-        for name, (shape, dtype) in checkpoint.tensor_names(directory).items()
-        if name.startswith(PREFIX)
-    }
-    checkpoint.load(directory, tensors, PREFIX)
+    opened = closing.enter_context(checkpoint.Verified(directory, PREFIX))
+    section = _model_section(directory, opened.state)
     found = {
-        name.removeprefix(PREFIX): Stored(tuple(tensor.shape), tensor.dtype, tensor.detach)
-        for name, tensor in tensors.items()
+        name.removeprefix(PREFIX): Stored(
+            opened.shape(name), opened.dtype(name), partial(opened.read, name)
+        )
+        for name in opened.names
     }
+    made_with = opened.state.get("tokenizer")
     heads = count_of(directory, "num_attention_heads", section.get("num_attention_heads"))
     return assemble(
         "fourfold",
@@ -57,7 +55,8 @@ def read_native(where: Path, workspace: Path) -> ForeignModel:
         heads,
         declared={},
         options={key: float(section[key]) for key in _OPTIONS if key in section},
-        tokenizer=_tokenizer_place(directory, state),
+        tokenizer=_tokenizer_place(directory, opened.state),
+        made_with=made_with if isinstance(made_with, str) else None,
     )
 
 
@@ -70,10 +69,19 @@ def _model_section(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer_place(directory: Path, state: dict[str, Any]) -> Path | None:
-    """The tokenizer beside the checkpoint, or the one its run named, if that is still there."""
+    """The tokenizer beside the checkpoint, or the one its run named, if that is still there.
+
+    Where there are both, and the checkpoint knows which tokenizer made its data, that one.
+    """
     named = (state["config"].get("Global") or {}).get("tokenizer")
-    beside = find_tokenizer(directory, directory.parent)
-    return beside or (Path(named) if isinstance(named, str) else None)
+    places = [find_tokenizer(directory), find_tokenizer(directory.parent)]
+    places += [Path(named)] if isinstance(named, str) else []
+    found = [place for place in places if place is not None]
+    for place in found if len(found) > 1 else []:
+        with suppress(UserError):
+            if Tokenizer.load(place).identity == state.get("tokenizer"):
+                return place
+    return found[0] if found else None
 
 
 def write_native(
