@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config
@@ -13,9 +15,11 @@ from fourfold.data.agreement import (
     find_end_of_text,
     tokenizer_of,
 )
+from fourfold.data.report import find_tokenizer
 from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
-from fourfold.errors import DataError
+from fourfold.errors import DataError, UserError
 from fourfold.mesh import Layout
+from fourfold.tokenizer import Tokenizer
 
 
 @dataclass
@@ -38,6 +42,29 @@ class Feeds:
     def close(self) -> None:
         for loader in self.loaders.values():
             loader.close()
+
+    def keep_tokenizer(self, output_dir: Path) -> list[str]:
+        """Copy the tokenizer of the data beside the checkpoints, where `convert` and others look
+        for it: a path in a configuration holds only where the run was started, and until somebody
+        moves the file. One that is there stays. Returns what the user should know."""
+        file = output_dir / "tokenizer.json"
+        try:
+            if not file.exists() and (tokenizer := self._tokenizer()) is not None:
+                tokenizer.save(file)
+        except OSError as error:
+            return [f"the tokenizer could not be copied to {file}: {error.strerror}"]
+        return []
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """The one that made the data; where no manifest says which, the one that is named."""
+        named = self.config.Global.tokenizer
+        if named is not None:
+            with suppress(UserError):
+                tokenizer = Tokenizer.load(named)
+                if tokenizer_of(self.sources) in (None, tokenizer.identity):
+                    return tokenizer
+        found = (find_tokenizer(source)[0] for source in self.sources)
+        return next((tokenizer for tokenizer in found if tokenizer is not None), None)
 
     # -- a checkpoint's share ---------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class Engine:
             if self.claim is not None:
                 closing.callback(self.claim.release)
             closing.callback(self.feeds.close)
+            if save and self.mesh.rank == 0:
+                self.notices += self.feeds.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
             saving.resume(self)
             watch = self._open_instruments(closing)
