@@ -42,14 +42,15 @@ def generate(
         int | None,
         typer.Option(
             min=1,
-            help="Start so many processes and spread the model over them as Distributed says; "
-            "without it one process holds all of it.",
+            help="Number of processes to spread the model over, as Distributed says; without it "
+            "one process holds all of it.",
         ),
     ] = None,
 ) -> None:
     """Continue a text with a trained model, by the `Generation` section of its YAML file."""
     from fourfold.config import load_config
     from fourfold.generate.module import GenerationModule
+    from fourfold.generate.options import without_effect
     from fourfold.launch.join import join_launcher, refuse_inside_launcher
 
     prompts = list(prompt or [])
@@ -60,6 +61,9 @@ def generate(
     launcher = join_launcher(os.environ)
     launched = launcher.world_size if launcher is not None and launcher.world_size > 1 else None
     resolved = load_config(config, override or [], nproc or launched)
+    for name in without_effect(resolved.Generation):
+        strategy = resolved.Generation.decode_strategy
+        say(f"Generation.{name} has no effect with decode_strategy={strategy}")
     if nproc is not None and nproc > 1:
         raise typer.Exit(_generate_in_processes(resolved, prompts or [DEFAULT_PROMPT], nproc))
     if launched is not None:

@@ -121,7 +121,21 @@ class Options:
                 )
 
 
+def without_effect(section: Any) -> list[str]:
+    """Keys a `Generation` section was given and that its strategy does not look at."""
+    idle: list[str] = []
+    if section.decode_strategy != "beam_search":
+        idle += _BEAMS
+    if section.decode_strategy == "greedy_search":
+        idle += _SAMPLING
+    neutral = {"num_beams": (0, 1)}  # one beam is what any other strategy is
+    defaults = {name: (field.default,) for name, field in type(section).model_fields.items()}
+    allowed = defaults | neutral
+    return [name for name in idle if getattr(section, name) not in allowed[name]]
+
+
 _SAMPLING = {"top_k": 0, "top_p": 1.0, "temperature": 1.0}
+_BEAMS = ("num_beams", "length_penalty", "early_stopping")
 _KEYS = (
     *("max_dec_len", "min_dec_len", "decode_strategy", "top_k", "top_p", "temperature"),
     *("repetition_penalty", "num_return_sequences", "num_beams", "length_penalty"),

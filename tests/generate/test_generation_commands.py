@@ -190,3 +190,20 @@ def test_options_of_a_section_keep_what_was_written(run: TextRun) -> None:
     section = run.load("Generation.num_beams=4", "Generation.seed=9").Generation
     assert Options.of(section, 5).seed == 9
     assert json.loads(section.model_dump_json())["num_beams"] == 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        ("sampling", ["length_penalty", "num_beams"]),
+        ("greedy_search", ["length_penalty", "num_beams", "top_k", "top_p"]),
+    ],
+)
+def test_keys_of_another_strategy_are_named(run: TextRun, strategy: str, named: list[str]) -> None:
+    keys = ["num_beams=4", "length_penalty=0.6", "top_k=9", "top_p=0.9", "max_dec_len=1"]
+    words = [f"Generation.{key}" for key in (f"decode_strategy={strategy}", *keys)]
+    arguments = ["generate", "-c", str(run.config), "--prompt", "the"]
+    arguments += [part for word in words for part in ("-o", word)]
+    said = CliRunner().invoke(app, arguments, catch_exceptions=False).stderr
+    found = re.findall(r"Generation\.(\w+) has no effect with decode_strategy=(\w+)", said)
+    assert sorted(found) == [(name, strategy) for name in named]

@@ -17,6 +17,7 @@ from fourfold.metrics import Console, Sinks, Step, open_sinks
 from fourfold.metrics.lines import FleetXLines, LineStyle
 from fourfold.metrics.logs import MAX_LINE_BYTES, Logged, log_file, parse_line, read_log
 from fourfold.metrics.megatron_lines import MegatronLines
+from fourfold.metrics.perplexity import perplexity
 from fourfold.metrics.targets import Target, judge
 
 HERE = Path(__file__).parent
@@ -177,3 +178,11 @@ def test_no_bytes_make_the_reader_fail(
     file = tmp_path_factory.mktemp("logs") / "log"
     file.write_bytes(content)
     list(read_log(file))
+
+
+def test_a_perplexity_read_back_is_the_one_that_was_printed(tmp_path: Path) -> None:
+    """Beyond exp(20) all of Fourfold prints the bound, and so does what reads its logs."""
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"kind": "eval", "step": 1, "loss": 31.0}\n')
+    [line] = read_log(log)
+    assert line.perplexity == perplexity(31.0) == pytest.approx(math.exp(20))
