@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 Format = Literal["hf", "fourfold", "fleetx", "megatron"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Names = Literal["core", "core-local", "classic"]
 
 
@@ -30,6 +31,9 @@ def convert(
     force: Annotated[
         bool, typer.Option(help="Take a tokenizer that did not make the model's training data.")
     ] = False,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Type of the weights written [that of the source].")
+    ] = None,
     megatron_names: Annotated[
         Names | None,
         typer.Option(
@@ -45,6 +49,8 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a checkpoint between Fourfold, Hugging Face, FleetX and Megatron."""
+    import torch
+
     from fourfold.convert import MegatronLayout
     from fourfold.convert import convert as write
 
@@ -58,6 +64,7 @@ def convert(
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         force=force,
+        dtype=getattr(torch, dtype) if dtype else None,
         megatron=MegatronLayout(**given) if given else None,  # type: ignore[arg-type]
     )
     for note in done.notes:

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from fourfold.checkpoint.directory import sync_directory
@@ -43,6 +44,7 @@ def convert(
     vocab_size: int | None = None,
     tokenizer: Path | str | None = None,
     force: bool = False,
+    dtype: torch.dtype | None = None,
     megatron: MegatronLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
@@ -50,9 +52,15 @@ def convert(
 
     `target` appears complete or not at all. `vocab_size` cuts off the padding of a vocabulary;
     `tokenizer` names one that is not beside the source, and `force` takes one that did not make the
-    model's data; `megatron` is for that format alone.
+    model's data; `dtype` is the type of the weights written, their own if None; `megatron` is for
+    that format alone.
     """
     target = Path(target)
+    if to == "fourfold" and dtype not in (None, torch.float32):
+        raise UserError(
+            f"--dtype {str(dtype).removeprefix('torch.')} is not for --to fourfold, whose "
+            "checkpoints are float32; leave it out"
+        )
     if megatron is not None and to != "megatron":
         raise UserError(f"--megatron-names, --tp and --pp are for --to megatron, not --to {to}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -64,6 +72,8 @@ def convert(
         with load_foreign(source, num_attention_heads, temporary) as model:
             if vocab_size is not None:
                 model.trim_vocabulary(vocab_size)
+            if dtype is not None:
+                model.cast(dtype)
             words = _tokenizer(model, tokenizer, force)
             flags = []
             layout = megatron or MegatronLayout()

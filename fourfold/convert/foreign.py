@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fourfold.convert.stored import Stored, first_rows
+from fourfold.convert.stored import Stored, cast, first_rows
 from fourfold.errors import CheckpointError
 from fourfold.model import ModelShape
 
@@ -72,6 +72,12 @@ class ForeignModel:
             self.notes.append(f"vocabulary cut from {word.shape[0]} to {rows} rows")
         self.stored["embeddings.word.weight"] = first_rows(word, rows)
         self.model["vocab_size"] = rows
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give every weight this type; a number too large for it is an error when it is read."""
+        for name, source in self.stored.items():
+            if source.dtype != dtype:
+                self.stored[name] = cast(source, dtype, f"{self.path}: {name}")
 
     def close(self) -> None:
         """Close the files, and give back the place an archive was unpacked to."""

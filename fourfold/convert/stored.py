@@ -61,6 +61,20 @@ def first_rows(source: Stored, count: int) -> Stored:
     return Stored(shape, source.dtype, lambda: source.read()[:count].contiguous())
 
 
+def cast(source: Stored, dtype: torch.dtype, name: str) -> Stored:
+    def read() -> Tensor:
+        before = source.read()
+        after = before.to(dtype)
+        if not after.isfinite().all() and before.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds {before.abs().max():.3g}, which is beyond the range of "
+                f"{str(dtype).removeprefix('torch.')}; choose bfloat16 or float32"
+            )
+        return after
+
+    return Stored(source.shape, dtype, read)
+
+
 def regrouped(source: Stored, parts: tuple[int, int, int], order: tuple[int, int, int]) -> Stored:
     """The rows, seen as a block of `parts`, with the axes of that block put in `order`."""
     if not source.shape or math.prod(parts) != source.shape[0]:

@@ -135,6 +135,15 @@ ROWS: dict[str, Row] = {
     "convert --tokenizer": Row(
         "convert output new --to hf", "... --tokenizer none.json", REFUSED + "none.json"
     ),
+    "convert --force": Row(
+        "convert output made --to hf --tokenizer new.json",
+        "... --force",
+        "note: .*another tokenizer",
+        before=LEARN,
+    ),
+    "convert --dtype": Row(
+        "convert output new --to hf", "... --dtype bfloat16", r'"torch_dtype": "bfloat16"'
+    ),
     # layout
     "layout --config": Row("layout", LAYOUT, "layout dp1"),
     "layout --override": Row(LAYOUT, "... -o Distributed.mp_degree=2", "mp2"),

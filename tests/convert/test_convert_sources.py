@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from foreign_files import (
     FLEETX_TINY,
     HEADS,
@@ -18,8 +19,8 @@ from foreign_files import (
 from typer.testing import CliRunner
 
 from fourfold.cli import app
-from fourfold.convert import convert, load_foreign, open_weights
-from fourfold.errors import CheckpointError
+from fourfold.convert import Kind, convert, load_foreign, open_weights
+from fourfold.errors import CheckpointError, UserError
 
 KINDS = ("fourfold", "hf", "fleetx", "megatron")
 
@@ -36,6 +37,29 @@ def test_every_format_to_every_format(tmp_path: Path, kind: str) -> None:
             assert model.model["num_attention_heads"] == 4
         with pytest.raises(CheckpointError, match="has 4 attention heads, but 8 were given"):
             load_foreign(tmp_path / f"to_{other}", 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["hf", "fleetx", "megatron"])
+def test_weights_are_written_in_another_type(
+    tmp_path: Path, kind: Kind, dtype: torch.dtype
+) -> None:
+    convert(FLEETX_TINY, tmp_path / "whole", "fourfold", num_attention_heads=4)
+    whole = {name: tensor.clone() for name, tensor in load_foreign(tmp_path / "whole").tensors()}
+    convert(tmp_path / "whole", tmp_path / "out", kind, dtype=dtype)
+    with load_foreign(tmp_path / "out") as model:
+        assert_same(model, {name: tensor.to(dtype) for name, tensor in whole.items()})
+
+
+def test_types_that_cannot_be_had(tmp_path: Path) -> None:
+    large = weights()
+    large["norm.weight"][3] = 1e6
+    megatron_tree(tmp_path / "source", large)
+    with pytest.raises(CheckpointError, match=r"norm.weight holds 1e\+06, .* range of float16"):
+        convert(tmp_path / "source", tmp_path / "out", "hf", dtype=torch.float16)
+    with pytest.raises(UserError, match="--dtype bfloat16 is not for --to fourfold"):
+        convert(tmp_path / "source", tmp_path / "out", "fourfold", dtype=torch.bfloat16)
+    assert not (tmp_path / "out").exists()
 
 
 def test_steps_of_our_own(tmp_path: Path) -> None:
