@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from fourfold.mesh import Mesh
 from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.shard import Sharding
-from fourfold.parallel.stages import count_stages, stages_of_rank
+from fourfold.parallel.stages import Work, count_stages, forward_rounds, stages_of_rank
 from fourfold.waiting import waited
 
 Arguments = dict[str, Any]
@@ -113,6 +114,10 @@ class Pipeline:
         self.stages = [self._stage(number, part, tokens) for number, part in parts.items()]
         for stage in self.stages:
             stage.sharding = sharding
+        if boundary.is_cuda:
+            # Makes nccl's communicator while all ranks are here. Left to a schedule's first batch
+            # of messages it is made by those who have one to send, whenever they come to it.
+            dist.all_reduce(torch.zeros(1, device=boundary.device), group=group)
         self.schedule_name = schedule
         self.schedules: dict[int, _PipelineSchedule] = {}
 
@@ -176,42 +181,56 @@ class Pipeline:
         return sum(stage.busy_seconds for stage in self.stages)
 
     def forward(self, micro_batches: list[tuple[Tensor, Arguments]]) -> list[Tensor]:
-        """What the last stage gives for each micro-batch; an empty list on the other ranks.
-
-        Stage by stage over all micro-batches: sends never wait, so no order of ranks can lock.
-        """
+        """What the last stage gives for each micro-batch; an empty list on the other ranks."""
         sent: list[tuple[dist.Work, Tensor]] = []
+        arrived: dict[Work, Arrival] = {}
         outputs: list[Tensor] = []
-        kept: dict[int, list[Tensor]] = {}
-        for number, part in self.parts.items():
-            for index, (tokens, arguments) in enumerate(micro_batches):
-                inputs = tokens if part.is_first else self._input(number, index, kept, tokens)
-                output = part(inputs, **arguments)
-                heartbeat.alive()
-                if part.is_last:
-                    outputs.append(output)
-                elif number + 1 in self.parts:
-                    kept.setdefault(number + 1, []).append(output)
-                else:
-                    message = output.contiguous()
-                    peer = self.rank_of_stage[number + 1]
-                    work = dist.isend(message, group=self.group, group_dst=peer)
-                    assert work is not None
-                    sent.append((work, message))
+        for doing in forward_rounds(self.rank_of_stage, len(micro_batches)):
+            given: dict[int, Tensor] = {}
+            for stage, index in doing:
+                if stage in self.parts:
+                    tokens, arguments = micro_batches[index]
+                    inputs = arrived.pop((stage, index)).take() if stage > 0 else tokens
+                    given[stage] = self.parts[stage](inputs, **arguments)
+                    heartbeat.alive()
+            for stage, index in doing:
+                if stage == self.num_stages - 1:
+                    outputs += [given[stage]] if stage in given else []
+                elif stage in given and stage + 1 in self.parts:
+                    arrived[stage + 1, index] = Arrival(given[stage])
+                elif stage in given:
+                    sent.append(self._send(given[stage], stage + 1))
+                elif stage + 1 in self.parts:
+                    arrived[stage + 1, index] = self._receive(micro_batches[index][0], stage)
         for work, _ in sent:
             work.wait()
         return outputs
 
-    def _input(
-        self, number: int, index: int, kept: dict[int, list[Tensor]], tokens: Tensor
-    ) -> Tensor:
-        if number in kept:
-            return kept[number][index]
+    def _send(self, output: Tensor, to_stage: int) -> tuple[dist.Work, Tensor]:
+        message = output.contiguous()
+        peer = self.rank_of_stage[to_stage]
+        work = dist.isend(message, group=self.group, group_dst=peer)
+        assert work is not None
+        return work, message
+
+    def _receive(self, tokens: Tensor, from_stage: int) -> Arrival:
         length = tokens.shape[1] * self.boundary.shape[1] // self.sequence_length
-        size = (tokens.shape[0], length, self.boundary.shape[2])
-        received = self.boundary.new_empty(size)
-        dist.recv(received, group=self.group, group_src=self.rank_of_stage[number - 1])
-        return received
+        received = self.boundary.new_empty((tokens.shape[0], length, self.boundary.shape[2]))
+        peer = self.rank_of_stage[from_stage]
+        return Arrival(received, dist.irecv(received, group=self.group, group_src=peer))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What goes into a stage, here already or on its way."""
+
+    tensor: Tensor
+    on_its_way: dist.Work | None = None
+
+    def take(self) -> Tensor:
+        if self.on_its_way is not None:
+            self.on_its_way.wait()
+        return self.tensor
 
 
 def build_pipeline(

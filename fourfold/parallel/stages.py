@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from fourfold.config import Config
+
+Work = tuple[int, int]  # a stage and a micro-batch
 
 # Two stages a rank, the second half of them in the reverse order.
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
@@ -28,6 +31,29 @@ def stages_of_rank(pp_rank: int, pp: int, schedule: str, per_rank: int) -> list[
     if schedule in V_SCHEDULES:
         return [pp_rank, 2 * pp - 1 - pp_rank]
     return [pp_rank + turn * pp for turn in range(per_rank)]
+
+
+def forward_rounds(rank_of_stage: Sequence[int], micro_batches: int) -> list[list[Work]]:
+    """The order in which all ranks run a forward pass alone: round by round, what is done in each.
+
+    In a round a rank runs one of its stages on one micro-batch, a late stage before an early one.
+    What a round gives is handed on at its end, in the order of the stages. So all messages have one
+    order that every rank keeps to, and none can wait for another in a circle, even where a send
+    only ends when it is received.
+    """
+    stages = len(rank_of_stage)
+    done = [0] * stages  # micro-batches that each stage has run
+    rounds: list[list[Work]] = []
+    while done[-1] < micro_batches:
+        ready = [micro_batches, *done[:-1]]  # what each stage has been given
+        chosen: dict[int, Work] = {}
+        for stage in reversed(range(stages)):
+            if done[stage] < ready[stage]:
+                chosen.setdefault(rank_of_stage[stage], (stage, done[stage]))
+        for stage, _ in chosen.values():
+            done[stage] += 1
+        rounds.append(sorted(chosen.values()))
+    return rounds
 
 
 def count_stages(config: Config) -> int:
