@@ -28,7 +28,11 @@ def head_cross_entropy(
     dtype = compute_dtype(hidden.device, head.dtype)
     weights = loss_mask.to(_wide(dtype)) * scale  # (N,)
     vocabulary = vocabulary or Vocabulary()
-    return _HeadCrossEntropy.apply(hidden, head, labels, weights, chunk_tokens, dtype, vocabulary)
+    # Asked here, for inside the function gradients are always off.
+    trains = torch.is_grad_enabled()
+    return _HeadCrossEntropy.apply(
+        hidden, head, labels, weights, chunk_tokens, dtype, vocabulary, trains
+    )
 
 
 def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
@@ -81,8 +85,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         dtype: torch.dtype,
         vocabulary: Vocabulary,
+        trains: bool,
     ) -> Tensor:
-        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        # Of a parameter it is said that it needs a gradient even where none will be asked for.
+        wants_hidden, wants_head = (trains and needed for needed in ctx.needs_input_grad[:2])
         low_head, wide = head.to(dtype), _wide(dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_head = torch.zeros_like(head, dtype=wide) if wants_head else None
@@ -125,4 +131,4 @@ class _HeadCrossEntropy(torch.autograd.Function):
             None if gradient is None else gradient.to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         )
-        return grad_hidden, grad_head, None, None, None, None, None
+        return grad_hidden, grad_head, None, None, None, None, None, None

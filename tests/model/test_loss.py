@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.model import GPT
 from fourfold.model.loss import head_cross_entropy
@@ -42,12 +46,30 @@ def test_equals_plain_cross_entropy(chunk: int, inputs: tuple[Tensor, ...]) -> N
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_no_gradient_work_without_gradients(inputs: tuple[Tensor, ...]) -> None:
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    products = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        self.products += function.overloadpacket.__name__ in ("matmul", "mm", "addmm_")
+        return function(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_no_gradient_work_without_gradients(
+    mode: Callable[[], Any], inputs: tuple[Tensor, ...]
+) -> None:
+    """One product of the hidden states with the head; two more where both want a gradient."""
     hidden, head, labels, mask = inputs
-    with torch.no_grad():
-        value = head_cross_entropy(hidden, head, labels, mask, 1.0, 8)
+    hidden.requires_grad_(), head.requires_grad_()
+    with mode(), Products() as counted:
+        value = head_cross_entropy(hidden, head, labels, mask, 1.0, N)
     torch.testing.assert_close(value, plain(hidden, head, labels, mask, 1.0))
-    assert not value.requires_grad
+    assert value.requires_grad == (mode is torch.enable_grad)
+    assert counted.products == (3 if value.requires_grad else 1)
 
 
 def test_autocast_computes_the_head_in_bf16(inputs: tuple[Tensor, ...]) -> None:
