@@ -26,8 +26,11 @@ class ReplicaDrift(RunError):
 def check_replicas(runner: Runner, when: str) -> None:
     """Raise `ReplicaDrift` on every rank if any parameter differs between its holders."""
     mesh, problem = runner.mesh, None
-    for group, axis, keys in _groups_of_holders(runner):
-        names, whom = _differing(group, axis, [runner.held[key] for key in keys])
+    found = [
+        _differing(group, axis, [runner.held[key] for key in keys])
+        for group, axis, keys in _groups_of_holders(runner)
+    ]
+    for names, whom in [*found, _differing_here(runner)]:
         if names and problem is None:
             problem = (
                 f"{when}: {len(names)} parameter(s) that must be alike differ between {whom}: "
@@ -66,6 +69,13 @@ def _differing(group: ProcessGroup | None, axis: str, held: list[Held]) -> tuple
     odd = all_hashes != all_hashes.mode(dim=0).values
     names = [one.name for one, differs in zip(held, odd.any(dim=0).tolist()) if differs]
     return names, _whom(axis, dist.get_process_group_ranks(group), odd.any(dim=1).tolist())
+
+
+def _differing_here(runner: Runner) -> tuple[list[str], str]:
+    """The same of the two copies of the embedding that one rank of a V-shaped pipeline holds."""
+    copies = [runner.held[key] for key in (WORD, TIED) if key in runner.held]
+    hashes = {_hash(local(copy.parameter.data)) for copy in copies}
+    return [WORD] if len(hashes) > 1 else [], f"the two copies on rank {runner.mesh.rank}"
 
 
 def _whom(axis: str, ranks: list[int], odd: list[bool]) -> str:

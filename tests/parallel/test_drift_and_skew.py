@@ -41,6 +41,7 @@ def drift(engine: Engine, rank: int, key: str, at_step: int) -> None:
         ("dp4", 2, MATRIX, "rank 2 and the other data-parallel ranks"),
         ("mp2", 1, NORM, "model-parallel ranks 0, 1"),
         ("pp2", 1, TIED, "pipeline ranks 0, 1"),
+        ("pp2 zbv", 0, TIED, "the two copies on rank 0"),
         ("dp2 sh2 stage3", 3, MATRIX, "data-parallel ranks 1, 3"),
         pytest.param("mp2 sp", 0, NORM, "model-parallel ranks 0, 1", marks=slow),
         pytest.param("dp2 pp2", 3, TIED, "data-parallel ranks 1, 3", marks=slow),
