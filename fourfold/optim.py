@@ -170,7 +170,7 @@ class Optimizer:
                 [],
                 [group.steps[i] for i in filled],
                 fused=True,
-                grad_scale=torch.tensor(divisor, dtype=torch.float32, device=group.steps[0].device),
+                grad_scale=_scale_like(group.steps[0], divisor),
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -218,6 +218,11 @@ class Optimizer:
         for group in self.groups:
             for step in group.steps:
                 step.fill_(float(updates))
+
+
+def _scale_like(step: Tensor, divisor: float) -> Tensor | None:
+    """None where nothing is divided: then the kernel does not write the gradients back."""
+    return None if divisor == 1.0 else torch.full_like(step, divisor)
 
 
 def _is_view_of(parameter: Tensor, flat: Tensor) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fourfold import optim
 from fourfold.optim import LossScale, Optimizer, Schedule, is_decayed
 
 # Seed 002: max_lr 1.0e-5 below min_lr 5.0e-5, decay 360000, warm-up 1 %. The rate logged after
@@ -110,6 +111,23 @@ def test_equals_torchs_adamw_with_its_clipping(fusion: bool, scale: float) -> No
         reference.step()
     for name, parameter in ours.items():
         torch.testing.assert_close(parameter, theirs[name], rtol=2e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(("norm", "divides"), [(0.5, False), (1.0, False), (2.0, True)])
+def test_gradients_are_divided_only_where_there_is_something_to_divide_by(
+    norm: float, divides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a divisor the kernel reads the gradients and does not write them back."""
+    scales = []
+
+    def spied(*given: object, grad_scale: torch.Tensor | None, **named: object) -> None:
+        scales.append(grad_scale)
+
+    monkeypatch.setattr(optim, "adamw", spied)
+    parameters = make_parameters()
+    set_gradients(parameters, 1)
+    make_optimizer(parameters, grad_clip=1.0).update(1e-3, norm)
+    assert [None if one is None else one.item() for one in scales] == [2.0 if divides else None] * 2
 
 
 def test_no_clip_leaves_large_gradients_alone() -> None:
