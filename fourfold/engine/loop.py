@@ -26,7 +26,11 @@ from fourfold.metrics import Meter, Sinks, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.drift import check_replicas
-from fourfold.parallel.precision import slow_dtype_notice, unmet_list_entries
+from fourfold.parallel.precision import (
+    slow_attention_notice,
+    slow_dtype_notice,
+    unmet_list_entries,
+)
 from fourfold.signals import StopRequest
 from fourfold.waiting import uncounted
 
@@ -220,8 +224,12 @@ class Engine:
             self.notices += unmet_list_entries(
                 lists.custom_black_list, lists.custom_white_list, precision.level
             )
-        if slow := slow_dtype_notice(precision.dtype, self.device):
-            self.notices.append(slow)
+        dropout = config.Model.attention_probs_dropout_prob
+        slow = [
+            slow_dtype_notice(precision.dtype, self.device),
+            slow_attention_notice(dropout, self.device),
+        ]
+        self.notices += filter(None, slow)
         plan = describe(config, self.layout, self.runner, self.feeds, watch.peak_reason)
         foretold = [] if self.expected is None else [self.expected.line()]
         for line in [*self.notices, *plan, *foretold]:

@@ -107,6 +107,17 @@ def unmet_list_entries(black_list: list[str], white_list: list[str], level: str)
     ]
 
 
+def slow_attention_notice(dropout: float, device: torch.device) -> str | None:
+    """With dropout attention on a CPU is computed step by step, all its probabilities held."""
+    if device.type != "cpu" or dropout == 0.0:
+        return None
+    return (
+        f"Model.attention_probs_dropout_prob={dropout:g}: on a CPU attention with dropout is "
+        "several times slower and takes more memory than without, for which alone torch has a "
+        "fused kernel there; for speed here use -o Model.attention_probs_dropout_prob=0.0"
+    )
+
+
 def slow_dtype_notice(dtype: torch.dtype, device: torch.device) -> str | None:
     """Low precision on a processor without instructions for it is far slower than fp32."""
     if device.type != "cpu" or dtype == torch.float32:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layout_runs import Runs, different, losses
+from layout_runs import Runs, different, losses, notices
 from traces import relative
 
 from fourfold.data import Batch
@@ -119,6 +119,13 @@ def test_where_no_head_is_cut_off_attention_drops_what_one_process_does(
 def test_replicas_do_not_drift_apart(layout: str, runs: Runs) -> None:
     """`fit` raises on every rank if any replica differs by a bit after any step."""
     runs.fit(layout, "run", *DROPOUT, SHORT, "Engine.check_replicas_freq=1")
+
+
+@pytest.mark.parametrize(("setting", "told"), [(ATTENTION, True), (HIDDEN, False)])
+def test_that_a_processor_is_slow_at_it_is_said(setting: str, told: bool, runs: Runs) -> None:
+    run = runs.fit("one", "run", setting, "Engine.max_steps=1")
+    said = "Model.attention_probs_dropout_prob=0.2: on a CPU attention with dropout is several"
+    assert (said in notices(run)) == told
 
 
 def checkpoint_of(run: Path) -> Path:
