@@ -63,7 +63,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
             return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight) + self.bias
+        y = F.linear(x, self.weight)
+        return y + self.bias.to(y.dtype)  # autocast's type, as the fused product gives
 
 
 class LayerNorm(nn.LayerNorm):

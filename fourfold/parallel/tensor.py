@@ -82,7 +82,8 @@ class Rows(_Style):
         group, by_sequence = device_mesh.get_group(), self.by_sequence
 
         def forward(module: nn.Linear, x: Tensor) -> Tensor:
-            return leave(F.linear(x, module.weight), group, by_sequence) + module.bias
+            y = leave(F.linear(x, module.weight), group, by_sequence)
+            return y + module.bias.to(y.dtype)
 
         module.forward = MethodType(forward, module)
         return module

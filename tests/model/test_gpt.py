@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.model import GPT, ModelShape, count_parameters, flops_per_token, initialize
+from fourfold.model.gpt import Linear
 from fourfold.model.init import ROWS_PER_BLOCK, initialize_rectangles, untrained_loss
 
 PUBLISHED = {  # (hidden, layers, heads, vocabulary): parameters, reference figures
@@ -95,6 +96,19 @@ def test_unfused_linear_gives_the_same_numbers(tiny_shape: ModelShape, tiny_mode
     unfused.load_state_dict(tiny_model.state_dict())
     tokens = torch.arange(20).view(2, 10)
     torch.testing.assert_close(unfused(tokens), tiny_model(tokens), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_unfused_linear_gives_the_same_type(autocast: bool) -> None:
+    x = torch.randn(3, 8)
+    given = []
+    for fused in (True, False):
+        layer = Linear(8, 6, fused)
+        torch.nn.init.ones_(layer.weight), torch.nn.init.ones_(layer.bias)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            given.append(layer(x))
+    assert given[0].dtype == given[1].dtype == (torch.bfloat16 if autocast else torch.float32)
+    torch.testing.assert_close(*given, rtol=0.02, atol=0.02)
 
 
 def test_dropout_depends_on_its_seed_and_place_alone(tiny_shape: ModelShape) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from layout_runs import Runs
 from one_process import runner_of
 from tiny_run import TINY
 from torch._dynamo.utils import counters
 
 from fourfold.config import load_config
 from fourfold.data import Batch
+from fourfold.engine import Engine
 from fourfold.errors import UserError
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, initialize
@@ -185,6 +187,25 @@ def test_low_precision_is_close_and_its_gradients_are_fp32(dtype: str, level: st
     for name, gradient in gradients.items():
         assert low[name].dtype == torch.float32
         assert (low[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-3, name
+
+
+def test_cut_layers_give_what_whole_ones_give_in_low_precision(runs: Runs) -> None:
+    """Every linear layer, with its bias added to its product or after the ranks have summed."""
+
+    def work(engine: Engine) -> dict[str, str]:
+        types = {}
+        for name, module in engine.runner.parts[0].named_modules():
+            if isinstance(module, torch.nn.Linear):
+                hook = partial(lambda name, _, __, y: types.update({name: str(y.dtype)}), name)
+                module.register_forward_hook(hook)
+        engine.runner.run(engine.feeds.loaders["train"].batch(0), 1)
+        engine.feeds.close()
+        return types
+
+    low = ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O1")
+    (one,) = runs.on_ranks("one", "one", work, *low)
+    assert set(one.values()) == {"torch.bfloat16"} and len(one) == 16
+    assert runs.on_ranks("mp2", "cut", work, *low, "Model.fused_linear=False") == [one, one]
 
 
 def test_level_o2_keeps_norms_and_masters_in_fp32() -> None:
