@@ -265,6 +265,19 @@ class Mesh:
         dist.broadcast(message, src=speaker)
         return bytes(message.tolist())[1:].decode()
 
+    def gather(self, text: str) -> list[str]:
+        """The text of every rank, by rank. Plain bytes travel, nothing is unpickled."""
+        if self.size == 1:
+            return [text]
+        own = text.encode()
+        lengths = [int(row[0]) for row in self.everyone(len(own))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
+        rows = torch.empty(self.size, max(lengths), dtype=torch.uint8)
+        dist.all_gather(list(rows.unbind()), padded)
+        texts = (bytes(row[:length].numpy()) for row, length in zip(rows, lengths))
+        return [text.decode() for text in texts]
+
     def together(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank; a `UserError` of one of them is raised on all."""
         done: list[T] = []

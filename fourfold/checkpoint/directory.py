@@ -1,11 +1,11 @@
 """The output directory: which checkpoints it holds, and how one is committed or removed.
 
-    step_N                     a committed checkpoint; it got this name complete and synced
-    step_N.old                 the one before it, for the moment in which step_N is replaced
-    .step_N.tmp-PID-RANDOM     being written, or left by a writer that died
-    .step_N.tmp-crew-HASH      the same by many ranks; HASH is of the session, so that all know it
-    .step_N.trash-PID-RANDOM   being removed
-    latest                     the name of the last one committed
+    step_N                        a committed checkpoint; it got this name complete and synced
+    step_N.old                    the one before it, for the moment in which step_N is replaced
+    .step_N.tmp-WRITER-RANDOM     being written, or left by a writer that died (see `_writer`)
+    .step_N.tmp-crew-HASH         the same by many ranks; HASH is of the session, so all know it
+    .step_N.trash-WRITER-RANDOM   being removed
+    latest                        the name of the last one committed
 
 A name appears or disappears by one rename, so a reader never meets half a checkpoint, and a
 process may be killed between any two lines of this file. One job, one save at a time, writes into
@@ -19,16 +19,21 @@ import os
 import re
 import secrets
 import shutil
+import time
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
-from fourfold.checkpoint.manifest import MANIFEST, read_manifest
+from fourfold.checkpoint.manifest import MANIFEST, read_head
 from fourfold.errors import CheckpointError
 
 LATEST = "latest"
 COMMITTED = re.compile(r"step_(0|[1-9][0-9]{0,17})(\.old)?")
-LEFTOVER = re.compile(r"\.(?:step_[0-9]+|latest)\.(tmp|trash)-(crew|[1-9][0-9]*)-[0-9a-f-]+")
+LEFTOVER = re.compile(r"\.(?:step_[0-9]+|latest)\.(tmp|trash)-(crew|[0-9a-f.]+)-[0-9a-f-]+")
+
+# A writer of another machine that has changed nothing for so long is dead.
+ABANDONED_SECONDS = 3600.0
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -61,17 +66,7 @@ def history(output_dir: Path) -> list[Committed]:
 def _serial(directory: Path) -> int | None:
     """The serial in its manifest; None if that is damaged or gone."""
     try:
-        found = (directory / MANIFEST).stat()
-    except OSError:
-        return None
-    return _serial_of(directory, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-
-
-# Manifests of many ranks take seconds to read, and they never change once committed.
-@lru_cache(maxsize=256)
-def _serial_of(directory: Path, identity: tuple[int, ...]) -> int | None:
-    try:
-        return read_manifest(directory).serial
+        return read_head(directory).serial
     except CheckpointError:
         return None
 
@@ -131,7 +126,33 @@ def _is_output_dir(path: Path) -> bool:
 
 
 def private_name(output_dir: Path, name: str, purpose: str) -> Path:
-    return output_dir / f".{name}.{purpose}-{os.getpid()}-{secrets.token_hex(4)}"
+    return output_dir / f".{name}.{purpose}-{_writer()}-{secrets.token_hex(4)}"
+
+
+def _writer() -> str:
+    """This process and no other: HOST.PID.START. Process ids repeat, above all in containers."""
+    return f"{_host()}.{os.getpid():x}.{_start_of(os.getpid())}"
+
+
+@cache
+def _host() -> str:
+    """This machine since its last start, or this container."""
+    name = os.uname().nodename
+    with suppress(OSError):
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
+    with suppress(OSError):
+        name += str(os.stat("/proc/self/ns/pid").st_ino)
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
+
+
+def _start_of(pid: int) -> str:
+    """When a process was started, in the kernel's own ticks; "0" where that cannot be told."""
+    try:
+        # The name in parentheses may hold anything; what follows it are numbers.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{int(fields[19]):x}"
+    except (OSError, IndexError, ValueError):
+        return "0"
 
 
 def meeting_name(output_dir: Path, step: int, session: str) -> Path:
@@ -199,7 +220,7 @@ def tidy(output_dir: Path) -> None:
     """
     for path in list(output_dir.iterdir()):
         leftover = LEFTOVER.fullmatch(path.name)
-        if leftover and (leftover[1] == "trash" or not _is_being_written(leftover[2])):
+        if leftover and (leftover[1] == "trash" or not _is_being_written(path, leftover[2])):
             remove(path)
         elif COMMITTED.fullmatch(path.name) and path.suffix == ".old":
             if path.with_suffix("").exists():
@@ -210,20 +231,37 @@ def tidy(output_dir: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove what is there, as far as the file system lets us; `tidy` tries again."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def _is_being_written(writer: str) -> bool:
-    """Whether a living process other than ours has this id. Our own is a predecessor's."""
-    if writer == "crew" or int(writer) == os.getpid():
+def _is_being_written(path: Path, writer: str) -> bool:
+    """Whether its writer may still be at it. Our own is of a save that failed."""
+    if writer in ("crew", _writer()):
         return False
+    found = re.fullmatch(r"([0-9a-f]+)\.([0-9a-f]{1,8})\.([0-9a-f]+)", writer)
+    if found is None or found[1] != _host():
+        return _changed_lately(path)
+    return _start_of(int(found[2], 16)) == found[3] and found[3] != "0"
+
+
+def _changed_lately(path: Path) -> bool:
+    """Whether anything in it changed within the last hour, by the file system's own clock."""
+    probe = private_name(path.parent, LATEST, "tmp")
     try:
-        os.kill(int(writer), 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+        probe.touch()
+        now = probe.stat().st_mtime
+    except OSError:
+        now = time.time()
+    finally:
+        remove(probe)
+    try:
+        inside = path.iterdir() if path.is_dir() else ()
+        newest = max(entry.stat().st_mtime for entry in (path, *inside))
+    except OSError:
+        return True  # it is moving
+    return now - newest < ABANDONED_SECONDS

@@ -1,53 +1,57 @@
-"""What a checkpoint says it holds: `manifest.json`, and the bounded JSON it is written in.
+"""What a checkpoint says it holds: `manifest.json`, `index-GROUP.json`, and how they are read.
 
-The manifest names every file with its size and SHA-256, every tensor with its shape, dtype and
-the files that hold its pieces, and carries a checksum of itself, so that any changed byte is
-either noticed or without meaning. Its bytes are foreign: size, nesting, schema and that the pieces
-make up each tensor exactly once are checked before anything is believed.
+`manifest.json` is small whatever the number of ranks: step, serial, and size and digest of
+`state.json` and of every index. Which checkpoints an output directory has, and what state one of
+them holds, is known from it alone. An index (see `index`) tells where the tensors of one group are,
+`model` or `optim`; whoever wants the weights alone reads no other.
 
-Version 1, of the time when every tensor lay whole in one file, is read as the special case it is.
+The digest of an index and the checksum of the manifest are of their raw bytes, so any changed byte
+is noticed. All of it is foreign all the same: size, nesting, schema and that the pieces make up
+each tensor exactly once are checked before anything is believed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
-import math
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from fourfold.checkpoint.pieces import Box, tiling_problem
+from fourfold.checkpoint.bounded import (
+    HASH,
+    Count,
+    Digest,
+    FileRecord,
+    HashName,
+    StrictRecord,
+    check_size,
+    digest_of,
+    parse_record,
+    read_bounded,
+    write_synced,
+)
+from fourfold.checkpoint.index import Cut, Index, index_name
+from fourfold.checkpoint.legacy import LEGACY_VERSIONS, legacy_head, read_legacy
+from fourfold.checkpoint.pieces import Box
 from fourfold.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
-VERSION: Final = 2
+MANIFEST: Final = "manifest.json"
+STATE: Final = "state.json"
+VERSION: Final = 3
 
-# A model of 1200 tensors with two moments each, every one cut over 128 ranks, takes 49 MB.
-MAX_MANIFEST_BYTES = 128 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 MAX_STATE_BYTES = 16 << 20
-MAX_NESTING = 64
+# The model of 175 billion parameters cut over 1024 ranks takes less than 1 MB.
+MAX_INDEX_BYTES = 128 << 20
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+LEGACY_HEAD_BYTES = 4096
+
+_CHECKSUM = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n}\n\Z')
 
 
 class MismatchError(CheckpointError):
@@ -58,116 +62,40 @@ class MovedError(CheckpointError):
     """The checkpoint was replaced or removed while it was read."""
 
 
-# --- the manifest -----------------------------------------------------------------------------
-
-# A name that stays inside its directory, and is never one of our own temporaries.
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,200}$")]
-DtypeName = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
-Count = Annotated[int, Field(ge=0, le=2**62)]
+# --- manifest.json ----------------------------------------------------------------------------
 
 
-class StrictRecord(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+class GroupRecord(StrictRecord):
+    """An index, and what the files it lists hold together."""
 
-
-class FileRecord(StrictRecord):
     bytes: Count
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    digest: Digest
+    files: Count
+    tensors: Count
+    content_bytes: Count
 
 
-class PieceRecord(StrictRecord):
-    file: FileName
-    offsets: tuple[Count, ...]
-    shape: tuple[Count, ...]
+class Root(StrictRecord):
+    """`manifest.json` itself."""
 
-    def box(self) -> Box:
-        return Box(self.offsets, self.shape)
-
-
-class TensorRecord(StrictRecord):
-    shape: tuple[Count, ...]
-    dtype: DtypeName
-    pieces: tuple[PieceRecord, ...] = Field(min_length=1)
-
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype().itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
-class Manifest(StrictRecord):
     format: Literal["fourfold-checkpoint"] = "fourfold-checkpoint"
-    version: Literal[1, 2] = VERSION
+    version: Literal[3] = VERSION
     step: Count
     # How many saves this output directory had seen. Orders checkpoints by when they were written,
     # which step numbers do not after a run has gone back to an earlier step.
     serial: Count
-    files: dict[FileName, FileRecord]
-    tensors: dict[str, TensorRecord]
+    hash: HashName = HASH
+    state: FileRecord
+    groups: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")], GroupRecord]
     checksum: str = ""
 
-    def sealed(self) -> Manifest:
-        return self.model_copy(update={"checksum": checksum_of(self.model_dump(mode="json"))})
-
     def to_bytes(self) -> bytes:
-        """JSON with a line for each file and each tensor, so that it can be read and searched."""
-        content = self.model_dump(mode="json")
-        for table in ("files", "tensors"):
-            lines = (f"  {json.dumps(key)}: {json.dumps(v)}" for key, v in content[table].items())
-            content[table] = "{\n" + ",\n".join(lines) + "\n }"
-        rest = content.keys() - {"files", "tensors"}
-        content |= {key: json.dumps(content[key]) for key in rest}
-        entries = (f' "{key}": {value}' for key, value in content.items())
-        data = ("{\n" + ",\n".join(entries) + "\n}").encode()
+        """JSON whose last line is the digest of all before it."""
+        content = self.model_dump(mode="json", exclude={"checksum"})
+        body = json.dumps(content, indent=1).encode()[: -len("\n}")]
+        data = body + f',\n "checksum": "{digest_of(body, self.hash)}"\n}}\n'.encode()
         check_size(data, MAX_MANIFEST_BYTES, MANIFEST)
         return data
-
-    def shards(self) -> list[str]:
-        return [file for file in self.files if file != STATE]
-
-    def contents(self, prefix: str = "") -> dict[str, dict[str, PieceRecord]]:
-        """File -> name -> piece, of the tensors whose names begin with `prefix`."""
-        held: dict[str, dict[str, PieceRecord]] = {}
-        for name, record in self.tensors.items():
-            if name.startswith(prefix):
-                for piece in record.pieces:
-                    held.setdefault(piece.file, {})[name] = piece
-        return held
-
-
-class _WholeTensorRecord(StrictRecord):
-    shape: tuple[Count, ...]
-    dtype: DtypeName
-    file: FileName
-
-    def as_pieces(self) -> TensorRecord:
-        piece = PieceRecord(file=self.file, offsets=(0,) * len(self.shape), shape=self.shape)
-        return TensorRecord(shape=self.shape, dtype=self.dtype, pieces=(piece,))
-
-
-class _ManifestVersion1(StrictRecord):
-    format: Literal["fourfold-checkpoint"]
-    version: Literal[1]
-    step: Count
-    serial: Count
-    files: dict[FileName, FileRecord]
-    tensors: dict[str, _WholeTensorRecord]
-    checksum: str
-
-    def as_pieces(self) -> Manifest:
-        tensors = {name: record.as_pieces() for name, record in self.tensors.items()}
-        return Manifest(**dict(self) | {"tensors": tensors})
-
-
-def checksum_of(content: dict[str, Any]) -> str:
-    """The hash of a manifest's meaning: white space and the order of keys do not count."""
-    sealed = {key: value for key, value in content.items() if key != "checksum"}
-    canonical = json.dumps(sealed, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 class _Version(BaseModel):
@@ -176,114 +104,169 @@ class _Version(BaseModel):
     version: int
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of `directory`, sound in itself; its files are not looked at."""
-    path = directory / MANIFEST
-    data = read_bounded(path, MAX_MANIFEST_BYTES)
-    check_nesting(data, path)
+def _parse_root(data: bytes, path: Path) -> Root:
+    root = parse_record(Root, data, path)
+    sealed = _CHECKSUM.search(data)
+    if sealed is None or digest_of(data[: sealed.start()], root.hash) != root.checksum:
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit its content")
+    return root
+
+
+def _version_of(data: bytes, path: Path) -> int:
     version = parse_record(_Version, data, path).version
-    if version == 1:
-        manifest = _sealed(_ManifestVersion1, data, path).as_pieces()
-    elif version == VERSION:
-        manifest = _sealed(Manifest, data, path)
-    else:
+    if not (version == VERSION or version in LEGACY_VERSIONS):
         raise CheckpointError(
             f"{path} has checkpoint format version {version}; this Fourfold reads versions "
             f"1 to {VERSION}: use the Fourfold that wrote it, or a newer one"
         )
-    _check_consistent(manifest, path)
-    return manifest
+    return version
 
 
-Record = TypeVar("Record", bound=BaseModel)
+# --- the whole --------------------------------------------------------------------------------
 
 
-def parse_record(kind: type[Record], data: bytes, path: Path) -> Record:
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise CheckpointError(f"{path} is damaged: {where}: {first['msg']}") from None
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, or as much of it as was asked for."""
+
+    version: int
+    step: int
+    serial: int
+    hash: HashName
+    checksum: str
+    # Everything beside the manifest, by name.
+    files: dict[str, FileRecord]
+    tensors: dict[str, Cut]
+
+    def shards(self) -> list[str]:
+        return [file for file in self.files if file.endswith(".safetensors")]
+
+    def size(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+    @cached_property
+    def _names(self) -> dict[Cut, list[str]]:
+        names: dict[Cut, list[str]] = {}
+        for name, cut in self.tensors.items():
+            names.setdefault(cut, []).append(name)
+        return names
+
+    def contents(self, files: Iterable[str]) -> dict[str, dict[str, tuple[Cut, Box]]]:
+        """What each of these files holds: name -> where that piece is in its tensor."""
+        held: dict[str, dict[str, tuple[Cut, Box]]] = {file: {} for file in files}
+        for cut, names in self._names.items():
+            for box, file in cut.cells():
+                if file in held:
+                    held[file] |= dict.fromkeys(names, (cut, box))
+        return held
+
+    def shards_of(self, prefix: str) -> list[str]:
+        """The files with tensors whose names begin with `prefix`."""
+        cuts = [
+            cut
+            for cut, names in self._names.items()
+            if any(name.startswith(prefix) for name in names)
+        ]
+        return sorted({file for cut in cuts for file in cut.files})
 
 
-Sealed = TypeVar("Sealed", Manifest, _ManifestVersion1)
+def read_manifest(directory: Path, prefix: str = "") -> Manifest:
+    """What `directory` holds of the tensors named `prefix...`; the files are not looked at.
+
+    An index that can have no such tensor is not read. Those that are, are sound in themselves.
+    """
+    path = directory / MANIFEST
+    data = read_bounded(path, MAX_INDEX_BYTES)
+    version = _version_of(data, path)
+    if version != VERSION:
+        old = read_legacy(data, version, path, STATE)
+        return Manifest(version, old.step, old.serial, "sha256", *old[2:])
+    root = _parse_root(data, path)
+    files = {STATE: root.state}
+    tensors: dict[str, Cut] = {}
+    for group, record in root.groups.items():
+        if _may_hold(group, prefix):
+            index = _read_index(directory, group, record, root.hash)
+            files[index_name(group)] = FileRecord(bytes=record.bytes, digest=record.digest)
+            files |= index.files
+            tensors |= index.tensors
+    return Manifest(version, root.step, root.serial, root.hash, root.checksum, files, tensors)
 
 
-def _sealed(kind: type[Sealed], data: bytes, path: Path) -> Sealed:
-    manifest = parse_record(kind, data, path)
-    if manifest.checksum != checksum_of(manifest.model_dump(mode="json")):
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit its content")
-    return manifest
+def _may_hold(group: str, prefix: str) -> bool:
+    # Names without a group of their own are kept together under another word.
+    return "." not in prefix or f"{group}.".startswith(prefix) or prefix.startswith(f"{group}.")
 
 
-def _check_consistent(manifest: Manifest, path: Path) -> None:
-    if STATE not in manifest.files or MANIFEST in manifest.files:
-        raise CheckpointError(f"{path} is damaged: it must list {STATE} and not itself")
-    held = dict.fromkeys(manifest.shards(), 0)
-    for name, record in manifest.tensors.items():
-        files = {piece.file for piece in record.pieces}
-        if not files <= held.keys():
-            raise CheckpointError(f"{path} is damaged: {name!r} is in no listed file")
-        if len(files) < len(record.pieces):
-            raise CheckpointError(f"{path} is damaged: {name!r} is twice in one file")
-        boxes = [piece.box() for piece in record.pieces]
-        if problem := tiling_problem(record.shape, boxes):
-            raise CheckpointError(f"{path} is damaged: {name!r}: {problem}")
-        for piece, box in zip(record.pieces, boxes, strict=True):
-            held[piece.file] += box.volume() * record.torch_dtype().itemsize
-    for file, nbytes in held.items():
-        if nbytes > manifest.files[file].bytes:
-            raise CheckpointError(f"{path} is damaged: {file} is too small for its tensors")
+def _read_index(directory: Path, group: str, record: GroupRecord, algorithm: HashName) -> Index:
+    path = directory / index_name(group)
+    data = read_bounded(path, min(record.bytes, MAX_INDEX_BYTES))
+    if len(data) != record.bytes or digest_of(data, algorithm) != record.digest:
+        raise CheckpointError(f"{path} is corrupted: it is not what the manifest says")
+    return Index.from_bytes(data, group, path)
 
 
-# --- bounded JSON -----------------------------------------------------------------------------
-
-# The closing quote is optional so that an endless string is passed over once, not once per quote.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-_NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
-
-
-def encode_json(value: Any, max_bytes: int, what: str) -> bytes:
-    """JSON that `decode_json` gives back unchanged; anything else is the caller's mistake."""
-    data = json.dumps(value, indent=1, allow_nan=False).encode()
-    check_size(data, max_bytes, what)
-    check_nesting(data, Path(what))
-    if json.loads(data) != value:
-        raise TypeError(f"{what} must be plain JSON: dicts with string keys, lists, no tuples")
-    return data
+def _read_root(directory: Path) -> Root | None:
+    """`manifest.json`; None if it is of a version that had everything in there."""
+    path = directory / MANIFEST
+    if legacy_head(read_bounded(path, LEGACY_HEAD_BYTES, beginning=True)):
+        return None
+    data = read_bounded(path, MAX_MANIFEST_BYTES)
+    return _parse_root(data, path) if _version_of(data, path) == VERSION else None
 
 
-def decode_json(data: bytes, path: Path) -> Any:
-    check_nesting(data, path)
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+class Head(NamedTuple):
+    """The little that lists checkpoints and orders them."""
+
+    version: int
+    step: int
+    serial: int
 
 
-def check_size(data: bytes, max_bytes: int, what: str) -> None:
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{what} would have {len(data)} bytes; at most {max_bytes} are read")
+def read_head(directory: Path) -> Head:
+    """What can be known of a checkpoint at once, however many ranks wrote it."""
+    path = directory / MANIFEST
+    if old := legacy_head(read_bounded(path, LEGACY_HEAD_BYTES, beginning=True)):
+        return Head(*old)
+    root = _read_root(directory)
+    if root is None:
+        manifest = read_manifest(directory)
+        return Head(manifest.version, manifest.step, manifest.serial)
+    for group, record in root.groups.items():
+        index = directory / index_name(group)
+        try:
+            size = index.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
+        if size != record.bytes:
+            raise CheckpointError(f"{index} has {size} bytes and should have {record.bytes}")
+    return Head(root.version, root.step, root.serial)
 
 
-def check_nesting(data: bytes, path: Path) -> None:
-    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKET)
-    steps = (1 if bracket in b"[{" else -1 for bracket in brackets)
-    if max(itertools.accumulate(steps), default=0) > MAX_NESTING:
-        raise CheckpointError(f"{path} is nested deeper than {MAX_NESTING} levels")
+def state_record(directory: Path) -> tuple[FileRecord, HashName]:
+    """Size and digest of `state.json`, without a look at any tensor."""
+    if root := _read_root(directory):
+        return root.state, root.hash
+    manifest = read_manifest(directory)
+    return manifest.files[STATE], manifest.hash
 
 
-def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """A regular file's bytes, of which there may be at most `max_bytes`."""
-    try:
-        # A pipe or device under this name would block or never end.
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        with path.open("rb") as stream:
-            data = stream.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{path} is larger than the {max_bytes} bytes it may have")
-    return data
+def write_manifest(
+    directory: Path, step: int, serial: int, indices: Mapping[str, Index], state_bytes: bytes
+) -> None:
+    """Complete a directory of shards to a checkpoint whose files are all synced."""
+    groups = {}
+    for group, index in indices.items():
+        data = index.to_bytes()
+        check_size(data, MAX_INDEX_BYTES, index_name(group))
+        record = write_synced(directory / index_name(group), data)
+        groups[group] = GroupRecord(
+            bytes=record.bytes,
+            digest=record.digest,
+            files=len(index.files),
+            tensors=len(index.tensors),
+            content_bytes=index.content_bytes(),
+        )
+    state = write_synced(directory / STATE, state_bytes)
+    root = Root(step=step, serial=serial, state=state, groups=groups)
+    write_synced(directory / MANIFEST, root.to_bytes())

@@ -1,11 +1,16 @@
-"""How many ranks write one checkpoint: they meet in a directory, and need nothing else.
+"""How many ranks write one checkpoint: they meet in a directory.
 
-    rank 0 makes the directory, whose name all can work out; the others wait for it
+    rank 0 makes the directory, whose name all can work out, and says so before anyone looks for it
     every rank writes its files, then `rankNNNNN.json`: what it wrote, or why it could not
     rank 0 waits for all of these, then moves the directory to a name only it knows
+    the others wait until it is gone
 
 A record appears by rename after the files it lists were synced. From the move on nobody else can
 touch what will be committed: a rank that comes too late finds no directory.
+
+Nobody waits in a collective, whose time is limited: the wait lasts as long as something grows in
+the directory. What is waited for is opened or listed and not only looked for, because a network
+file system answers questions about a single name from its memory for up to a minute.
 """
 
 from __future__ import annotations
@@ -17,35 +22,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import Field
-
+from fourfold.checkpoint.bounded import FileRecord, check_size
 from fourfold.checkpoint.crew import Crew
 from fourfold.checkpoint.directory import meeting_name, private_name, remove
-from fourfold.checkpoint.manifest import (
-    MAX_MANIFEST_BYTES,
-    FileName,
-    FileRecord,
-    StrictRecord,
-    TensorRecord,
-    check_nesting,
-    encode_json,
-    parse_record,
-    read_bounded,
-)
-from fourfold.checkpoint.pieces import tiling_problem
-from fourfold.checkpoint.shards import Tables
+from fourfold.checkpoint.index import Index
+from fourfold.checkpoint.manifest import MAX_INDEX_BYTES
+from fourfold.checkpoint.records import Part, encode_part, encode_problem, joined, read_parts
 from fourfold.errors import CheckpointError
 
 FIRST_PAUSE_SECONDS = 0.005
 LONGEST_PAUSE_SECONDS = 0.2
-
-
-class RankRecord(StrictRecord):
-    """One rank's part of a checkpoint, or its reason for having none."""
-
-    files: dict[FileName, FileRecord] = Field(default_factory=dict)
-    tensors: dict[str, TensorRecord] = Field(default_factory=dict)
-    problem: str | None = None
+# How many ranks may ask the file system for news in the same millisecond.
+RANKS_PER_MILLISECOND = 1
 
 
 class Meeting:
@@ -66,22 +54,24 @@ class Meeting:
         self.directory.mkdir()
 
     def join(self) -> None:
-        """Wait until rank 0 has opened."""
-        own = self._record_path(self.crew.rank)
+        """Wait until the directory that rank 0 has opened is to be seen here."""
+        own = self._record_name(self.crew.rank)
 
         # Our record in it is of an earlier save of this step that rank 0 is still busy with.
         def is_open() -> bool:
-            return not own.exists() and self.directory.is_dir()
+            listed = self._listed()
+            return listed is not None and own not in listed
 
-        if not _becomes_true(is_open, self.crew.timeout_seconds):
+        if not self._becomes_true(is_open):
             raise CheckpointError(
                 f"rank 0 did not begin this save within {self.crew.timeout_seconds:g} s"
             )
 
-    def report(self, record: RankRecord) -> None:
+    def report(self, part: Part | None, problem: str = "") -> None:
         """Say that this rank is done."""
-        path = self._record_path(self.crew.rank)
-        data = encode_json(record.model_dump(mode="json"), MAX_MANIFEST_BYTES, path.name)
+        path = self.directory / self._record_name(self.crew.rank)
+        data = encode_problem(problem) if part is None else encode_part(part)
+        check_size(data, MAX_INDEX_BYTES, path.name)
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as stream:
             stream.write(data)
@@ -89,7 +79,23 @@ class Meeting:
             os.fsync(stream.fileno())
         temporary.rename(path)
 
-    def close(self, own: RankRecord) -> Tables:
+    def leave(self) -> None:
+        """Wait until rank 0 has taken the directory away, with our part in it or not."""
+        path = self.directory / self._record_name(self.crew.rank)
+
+        def is_gone() -> bool:
+            try:
+                os.close(os.open(path, os.O_RDONLY))
+            except OSError:
+                return True
+            return False
+
+        if not self._becomes_true(is_gone, self._last_change):
+            raise CheckpointError(
+                f"rank 0 did not end this save within {self.crew.timeout_seconds:g} s"
+            )
+
+    def close(self, own: Part | None, problem: str = "") -> dict[str, Index]:
         """Wait for the other ranks; what all have written, if together it makes a whole.
 
         The directory then has a private name and no records in it. That some rank failed is
@@ -102,16 +108,20 @@ class Meeting:
                 f"no part came from rank {', '.join(map(str, sorted(missing)))} within "
                 f"{self.crew.timeout_seconds:g} s"
             )
-        others = {rank: self._read(rank) for rank in range(1, self.crew.size)}
-        records = {0: own} | others
-        failed = [f"rank {rank}: {r.problem}" for rank, r in records.items() if r.problem]
-        if failed:
-            raise CheckpointError("; ".join(failed))
-        tables = joined(records)
-        self._check_sizes(tables[0])
-        for rank in others:
-            self._record_path(rank).unlink()
-        return tables
+        paths = {
+            rank: self.directory / self._record_name(rank) for rank in range(1, self.crew.size)
+        }
+        parts, problems = read_parts(paths)
+        if own is None:
+            problems = {0: problem} | problems
+        if problems:
+            raise CheckpointError("; ".join(f"rank {rank}: {p}" for rank, p in problems.items()))
+        assert own is not None
+        indices = joined({0: own} | parts)
+        self._check_sizes({f: r for part in parts.values() for f, r in part.files.items()})
+        for path in paths.values():
+            path.unlink()
+        return indices
 
     def abandon(self) -> None:
         """Remove what is there: first the name, so that a late rank finds nothing to write into."""
@@ -121,25 +131,46 @@ class Meeting:
 
     def _wait_for_records(self) -> set[int]:
         """The ranks that have not reported in time."""
-        waiting = set(range(1, self.crew.size))
+        names = {self._record_name(rank): rank for rank in range(1, self.crew.size)}
 
         def all_there() -> bool:
-            waiting.difference_update([r for r in waiting if self._record_path(r).exists()])
-            return not waiting
+            for name in names.keys() & (self._listed() or ()):
+                del names[name]
+            return not names
 
-        _becomes_true(all_there, self.crew.timeout_seconds)
-        return waiting
+        self._becomes_true(all_there, self._look_around)
+        return set(names.values())
+
+    def _listed(self) -> set[str] | None:
+        """What is in the directory; None if there is no such directory to be seen."""
+        try:
+            return set(os.listdir(self.directory))
+        except OSError:
+            return None
+
+    def _look_around(self) -> object:
+        """Rank 0's look at what the others are writing: different whenever something grew.
+
+        It marks the directory then, by which the others know that rank 0 is there; and a network
+        file system that is told to change a directory asks its server how it stands.
+        """
+        seen = []
+        with suppress(OSError):
+            with os.scandir(self.directory) as entries:
+                seen = sorted((entry.name, entry.stat().st_size) for entry in entries)
+            os.utime(self.directory)
+        return seen
+
+    def _last_change(self) -> object:
+        try:
+            return os.stat(self.directory).st_mtime_ns
+        except OSError:
+            return None
 
     def _take_away(self) -> None:
         private = self.directory.with_name(f"{self.directory.name}-{secrets.token_hex(4)}")
         self.directory.rename(private)
         self.directory = private
-
-    def _read(self, rank: int) -> RankRecord:
-        path = self._record_path(rank)
-        data = read_bounded(path, MAX_MANIFEST_BYTES)
-        check_nesting(data, path)
-        return parse_record(RankRecord, data, path)
 
     def _check_sizes(self, files: dict[str, FileRecord]) -> None:
         """A network file system may show a file of another machine later than its record."""
@@ -149,43 +180,36 @@ class Meeting:
             waiting.difference_update([f for f in waiting if self._size(f) == files[f].bytes])
             return not waiting
 
-        if not _becomes_true(all_there, self.crew.timeout_seconds):
+        if not self._becomes_true(all_there):
             raise CheckpointError(f"{min(waiting)} is not there as its rank has written it")
 
     def _size(self, file: str) -> int | None:
-        path = self.directory / file
-        return path.stat().st_size if path.is_file() else None
+        try:
+            with (self.directory / file).open("rb") as stream:
+                return os.fstat(stream.fileno()).st_size
+        except OSError:
+            return None
 
-    def _record_path(self, rank: int) -> Path:
-        return self.directory / f"rank{rank:05d}.json"
+    def _record_name(self, rank: int) -> str:
+        return f"rank{rank:05d}.json"
 
-
-def joined(records: dict[int, RankRecord]) -> Tables:
-    """All parts as one; raises unless each tensor's pieces agree and cover it exactly once."""
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, TensorRecord] = {}
-    for rank, record in records.items():
-        files |= record.files
-        for name, part in record.tensors.items():
-            first = tensors.setdefault(name, part)
-            if first is part:
-                continue
-            if (first.shape, first.dtype) != (part.shape, part.dtype):
-                raise CheckpointError(f"{name} is {part} on rank {rank} and {first} on another")
-            tensors[name] = first.model_copy(update={"pieces": first.pieces + part.pieces})
-    for name, tensor in tensors.items():
-        problem = tiling_problem(tensor.shape, [piece.box() for piece in tensor.pieces])
-        if problem:
-            raise CheckpointError(f"the ranks' pieces of {name} do not make it up: {problem}")
-    return files, tensors
-
-
-def _becomes_true(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    deadline = time.monotonic() + timeout_seconds
-    pause = FIRST_PAUSE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-    return True
+    def _becomes_true(
+        self, condition: Callable[[], bool], progress: Callable[[], object] | None = None
+    ) -> bool:
+        """Wait for `condition`; at most the crew's time after the last change of `progress()`."""
+        limit = self.crew.timeout_seconds
+        looks_every = min(10.0, limit / 5)
+        longest = max(LONGEST_PAUSE_SECONDS, self.crew.size / RANKS_PER_MILLISECOND / 1000)
+        pause = FIRST_PAUSE_SECONDS
+        began = looked = time.monotonic()
+        seen: object = None
+        while not condition():
+            now = time.monotonic()
+            if progress is not None and now > looked + looks_every:
+                looked, before, seen = now, seen, progress()
+                began = now if seen != before else began
+            if now > began + limit:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True

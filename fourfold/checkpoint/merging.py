@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from fourfold.checkpoint.directory import commit, private_name, remove
+from fourfold.checkpoint.bounded import FileRecord, encode_json
+from fourfold.checkpoint.directory import commit, private_name, remove, sync_directory
+from fourfold.checkpoint.disk import explained, free_bytes, readable_gb
 from fourfold.checkpoint.manifest import (
     MAX_STATE_BYTES,
     STATE,
     Manifest,
-    encode_json,
     read_manifest,
+    write_manifest,
 )
-from fourfold.checkpoint.pieces import whole
+from fourfold.checkpoint.pieces import Box, whole
 from fourfold.checkpoint.place import Place
 from fourfold.checkpoint.reading import check_files, read_state
-from fourfold.checkpoint.shards import Tables, read_shards, record_of, shard_names, write_shard
-from fourfold.checkpoint.writing import write_manifest
+from fourfold.checkpoint.records import Part, StoredPiece, joined
+from fourfold.checkpoint.shards import read_shards, shard_names, write_shard
 from fourfold.errors import CheckpointError
 
 
@@ -31,10 +33,10 @@ def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
     Of the tensors, those of one file at a time are in memory.
     """
     source, target = Path(source), Path(target)
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already; name a new directory to merge into")
     with Place(source) as place:
-        manifest = place.steady(lambda: read_manifest(source))
+        manifest = place.steady(lambda: read_manifest(source, prefix))
         if not any(name.startswith(prefix) for name in manifest.tensors):
             raise CheckpointError(f"{source} has no tensors whose names begin with {prefix!r}")
         place.steady(lambda: check_files(source, manifest, prefix))
@@ -45,30 +47,35 @@ def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
             place.steady(lambda: _write_whole(source, manifest, prefix, temporary))
             commit(temporary, target)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot merge {source} into {target}: {error}") from error
+            reason = explained(error, target.parent)
+            raise CheckpointError(f"cannot merge {source} into {target}: {reason}") from error
         finally:
             remove(temporary)
     return target
 
 
 def _write_whole(source: Path, manifest: Manifest, prefix: str, into: Path) -> None:
-    tables: Tables = ({}, {})
-    files, records = tables
-    sizes = {
-        name: record.nbytes()
-        for name, record in manifest.tensors.items()
-        if name.startswith(prefix)
-    }
-    if sum(sizes.values()) > shutil.disk_usage(into).free:
-        raise CheckpointError(f"{into.parent} has no room for {sum(sizes.values())} bytes")
+    cuts = {name: cut for name, cut in manifest.tensors.items() if name.startswith(prefix)}
+    sizes = {name: cut.nbytes() for name, cut in cuts.items()}
+    needed, free = sum(sizes.values()), free_bytes(into)
+    if needed > free:
+        raise CheckpointError(
+            f"{into.parent} has {readable_gb(free)} free and {readable_gb(needed)} are needed; "
+            "make room or merge into another directory"
+        )
+    files: dict[str, FileRecord] = {}
+    stored: dict[str, StoredPiece] = {}
     for file, names in shard_names(sizes).items():
-        tensors = {}
-        for name in names:
-            record = manifest.tensors[name]
-            tensors[name] = torch.empty(record.shape, dtype=record.torch_dtype())
-        pieces = {name: whole(tensor) for name, tensor in tensors.items()}
-        read_shards(source, manifest, pieces)
+        tensors = {
+            name: torch.empty(cuts[name].shape, dtype=cuts[name].torch_dtype()) for name in names
+        }
+        read_shards(source, manifest, {name: whole(tensor) for name, tensor in tensors.items()})
         files[file] = write_shard(into / file, tensors)
-        records |= {name: record_of(piece, file) for name, piece in pieces.items()}
+        for name in names:
+            shape = cuts[name].shape
+            entire = Box((0,) * len(shape), shape)
+            stored[name] = StoredPiece(shape, cuts[name].dtype, entire, file)
     state = encode_json(read_state(source), MAX_STATE_BYTES, STATE)
-    write_manifest(into, manifest.step, manifest.serial, tables, state)
+    indices = joined({0: Part.of(files, stored)})
+    write_manifest(into, manifest.step, manifest.serial, indices, state)
+    sync_directory(into)

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from fourfold.checkpoint.bounded import FileRecord, HashName, decode_json, digest_of, read_bounded
 from fourfold.checkpoint.crew import ALONE, Crew
 from fourfold.checkpoint.directory import candidates
+from fourfold.checkpoint.index import Cut
 from fourfold.checkpoint.manifest import (
     MANIFEST,
     MAX_STATE_BYTES,
@@ -21,10 +23,8 @@ from fourfold.checkpoint.manifest import (
     Manifest,
     MismatchError,
     MovedError,
-    TensorRecord,
-    decode_json,
-    read_bounded,
     read_manifest,
+    state_record,
 )
 from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
 from fourfold.checkpoint.place import Place
@@ -47,14 +47,19 @@ Result = TypeVar("Result")
 
 
 def load(
-    directory: Path | str, tensors: Tensors, prefix: str = "", crew: Crew = ALONE
+    directory: Path | str,
+    tensors: Tensors,
+    prefix: str = "",
+    crew: Crew = ALONE,
+    hashes: bool = True,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint and return its state.
 
     Over all ranks the names must be exactly the checkpoint's, among those that begin with
     `prefix` ("model." to read the weights alone), and whole shapes and dtypes must be its own.
     Nothing is written into any rank's tensors before every file has been verified: each is hashed
-    by one of the ranks. What one rank raises, all raise.
+    by one of the ranks that read it. What one rank raises, all raise. Without `hashes` only sizes
+    and headers are checked, and values that changed on the disk go unnoticed.
     """
     directory, wanted = Path(directory), as_pieces(tensors)
     with ExitStack() as closing:
@@ -63,19 +68,19 @@ def load(
         def turn(work: Callable[[], Result]) -> Result:
             return _together(crew, lambda: place.steady(work))
 
-        manifest = turn(lambda: read_manifest(directory))
+        manifest = turn(lambda: read_manifest(directory, prefix))
         checksum = crew.from_first(manifest.checksum)
         turn(lambda: _check_same(directory, manifest, checksum))
         held = [name for name in manifest.tensors if name.startswith(prefix)]
         unclaimed = crew.unclaimed(held, set(wanted))
         turn(lambda: _check_fits(directory, manifest, wanted, prefix, unclaimed))
-        shards = sorted(manifest.contents(prefix))
-        share = [STATE, *shards[crew.rank :: crew.size]]
-        turn(lambda: _check(file_problems(directory, manifest, share)))
         needed = sorted(parts_by_file(manifest, wanted))
+        sizes = {file: manifest.files[file].bytes for file in manifest.shards_of(prefix)}
+        share = crew.dealt(needed, sizes)
+        turn(lambda: _check(file_problems(directory, manifest, share, hashes, crew.beat)))
         turn(lambda: _check(header_problems(directory, manifest, needed)))
-        state = turn(lambda: _read_state(directory))
-        turn(lambda: read_shards(directory, manifest, wanted))
+        state = turn(lambda: _read_state(directory, manifest.files[STATE], manifest.hash))
+        turn(lambda: read_shards(directory, manifest, wanted, crew.beat))
     return state
 
 
@@ -85,6 +90,7 @@ def resume(
     on_notice: Callable[[str], None],
     prefix: str = "",
     crew: Crew = ALONE,
+    hashes: bool = True,
 ) -> Found:
     """Load the first good one of `candidates(where)`; return which, and its state.
 
@@ -98,7 +104,7 @@ def resume(
         listed = _together(crew, lambda: _listing(where) if crew.rank == 0 else [])
         for directory in map(Path, crew.from_first(listed)):
             try:
-                return directory, load(directory, tensors, prefix, crew)
+                return directory, load(directory, tensors, prefix, crew, hashes)
             except (MismatchError, MovedError):
                 raise
             except CheckpointError as error:
@@ -161,18 +167,14 @@ def read_state(directory: Path | str) -> dict[str, Any]:
     """The state of a checkpoint, verified, without looking at its tensors."""
     directory = Path(directory)
 
-    def read() -> dict[str, Any]:
-        _check(file_problems(directory, read_manifest(directory), [STATE]))
-        return _read_state(directory)
-
     with Place(directory) as place:
-        return place.steady(read)
+        return place.steady(lambda: _read_state(directory, *state_record(directory)))
 
 
 def tensor_names(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> shape and dtype of every tensor in a checkpoint, from its manifest."""
     tensors = read_manifest(Path(directory)).tensors
-    return {name: (record.shape, record.torch_dtype()) for name, record in tensors.items()}
+    return {name: (cut.shape, cut.torch_dtype()) for name, cut in tensors.items()}
 
 
 class Verified:
@@ -224,7 +226,7 @@ def verify(directory: Path | str) -> list[str]:
         problems = file_problems(directory, manifest, manifest.files)
         problems = problems or header_problems(directory, manifest, manifest.shards())
         if not problems:
-            _read_state(directory)
+            _read_state(directory, manifest.files[STATE], manifest.hash)
         expected = {MANIFEST, *manifest.files}
         extra = sorted(path for path in directory.iterdir() if path.name not in expected)
     except CheckpointError as error:
@@ -234,8 +236,8 @@ def verify(directory: Path | str) -> list[str]:
 
 def check_files(directory: Path, manifest: Manifest, prefix: str) -> None:
     """Raise unless all files with tensors of this prefix are to the byte what they should be."""
-    shards = sorted(manifest.contents(prefix))
-    _check(file_problems(directory, manifest, [STATE, *shards]))
+    shards = manifest.shards_of(prefix)
+    _check(file_problems(directory, manifest, shards))
     _check(header_problems(directory, manifest, shards))
 
 
@@ -249,9 +251,14 @@ def _check_same(directory: Path, manifest: Manifest, checksum: str) -> None:
         raise MovedError(f"{directory} is another one on rank 0")
 
 
-def _read_state(directory: Path) -> dict[str, Any]:
+def _read_state(directory: Path, record: FileRecord, algorithm: HashName) -> dict[str, Any]:
     path = directory / STATE
-    state = decode_json(read_bounded(path, MAX_STATE_BYTES), path)
+    data = read_bounded(path, MAX_STATE_BYTES)
+    if len(data) != record.bytes:
+        raise CheckpointError(f"{path} has {len(data)} bytes and should have {record.bytes}")
+    if digest_of(data, algorithm) != record.digest:
+        raise CheckpointError(f"{path} is corrupted: its {algorithm} digest is not the manifest's")
+    state = decode_json(data, path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it holds no JSON object")
     return state
@@ -289,6 +296,6 @@ def _check_fits(
         )
 
 
-def _fits(record: TensorRecord, piece: Piece) -> bool:
+def _fits(cut: Cut, piece: Piece) -> bool:
     assert piece.box().fits_in(piece.shape)
-    return record.shape == piece.shape and record.torch_dtype() == piece.tensor.dtype
+    return cut.shape == piece.shape and cut.torch_dtype() == piece.tensor.dtype

@@ -2,40 +2,39 @@
 
 Files are named after the first part of the tensors' names, `model-00001-of-00002.safetensors`,
 so that whoever wants only the model reads and hashes only the model; one of many ranks adds its
-number, `model-rank00003-00001-of-00002.safetensors`. They are written by the
-safetensors library itself, because torch's `HuggingFaceStorageWriter` holds two more copies of a
-file in memory and is slower. Its reader, which cuts tensors for any layout, takes these files as
-they are.
+number, `model-rank00003-00001-of-00002.safetensors`. Several are written at once, each tensor
+hashed on its way to the disk: the safetensors library would write first and leave the file to be
+read again, and torch's `HuggingFaceStorageWriter` holds two more copies of it in memory. Both read
+these files as they are.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
+import json
 import os
-import re
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from fourfold.checkpoint.manifest import (
-    DTYPES,
-    FileRecord,
-    Manifest,
-    PieceRecord,
-    TensorRecord,
-)
+from fourfold.checkpoint.bounded import DTYPES, HASH, FileRecord, new_hasher
+from fourfold.checkpoint.crew import silent
+from fourfold.checkpoint.index import group_of
+from fourfold.checkpoint.manifest import Manifest
 from fourfold.checkpoint.pieces import Box, Piece
+from fourfold.checkpoint.records import Part, StoredPiece
 from fourfold.errors import CheckpointError
 
-# Also the most that is held twice while tensors on a device are brought to the host.
 SHARD_BYTES = 2 << 30
 
-HASH_THREADS = 4
+# Of one rank. What they do leaves the interpreter lock free: hashing, writing, reading.
+THREADS = 4
+CHUNK_BYTES = 4 << 20
+BEAT_SECONDS = 0.5
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -76,42 +75,147 @@ def check_writable(pieces: Mapping[str, Piece]) -> None:
                 raise ValueError(f"{name} and {other} are the same memory; give tied tensors once")
 
 
-Tables = tuple[dict[str, FileRecord], dict[str, TensorRecord]]
+# --- several files at once --------------------------------------------------------------------
+
+Beat = Callable[[], None]
 
 
-def write_shards(directory: Path, pieces: Mapping[str, Piece], label: str = "") -> Tables:
-    """Write every piece into `directory`, synced; return the manifest's two tables.
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Abandoned(Exception):
+    """Another thread failed, so this one need not finish."""
+
+
+def in_threads(
+    work: Callable[[Item, Beat], Result], items: Iterable[Item], beat: Beat
+) -> list[Result]:
+    """`work(item, progress)` of every item, on a few threads; the first error ends them all.
+
+    The work calls `progress` every few megabytes, and this thread then beats. The threads keep no
+    process from ending.
+    """
+    waiting = list(enumerate(items))[::-1]
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+    abandoned, moved = threading.Event(), threading.Event()
+
+    def progress() -> None:
+        if abandoned.is_set():
+            raise Abandoned
+        moved.set()
+
+    def run() -> None:
+        try:
+            while True:
+                try:
+                    number, item = waiting.pop()
+                except IndexError:
+                    return
+                progress()
+                results[number] = work(item, progress)
+        except Abandoned:
+            return
+        except BaseException as error:
+            errors.append(error)
+            abandoned.set()
+
+    threads = [
+        threading.Thread(target=run, name=f"checkpoint-{number}", daemon=True)
+        for number in range(min(THREADS, len(waiting)))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(BEAT_SECONDS)
+                if moved.is_set():
+                    moved.clear()
+                    beat()
+    except BaseException:
+        abandoned.set()
+        raise
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(results))]
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def write_shards(
+    directory: Path, pieces: Mapping[str, Piece], label: str = "", beat: Beat = silent
+) -> Part:
+    """Write every piece into `directory`, synced; what there is to tell about it.
 
     `label` goes into the names of the files. A rank's empty share of a tensor is not written.
     """
-    files: dict[str, FileRecord] = {}
-    records: dict[str, TensorRecord] = {}
     stored = {
         name: piece for name, piece in pieces.items() if piece.tensor.numel() or 0 in piece.shape
     }
-    sizes = {name: piece.tensor.nbytes for name, piece in stored.items()}
-    for file, names in shard_names(sizes, label).items():
-        on_host = {name: stored[name].tensor.detach().cpu().contiguous() for name in names}
-        files[file] = write_shard(directory / file, on_host)
-        for name in names:
-            records[name] = record_of(stored[name], file)
-    return files, records
+    shards = shard_names({name: piece.tensor.nbytes for name, piece in stored.items()}, label)
 
+    def write(file: str, progress: Beat) -> FileRecord:
+        tensors = {name: stored[name].tensor for name in shards[file]}
+        return write_shard(directory / file, tensors, progress)
 
-def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> FileRecord:
-    save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors makes files private; they should be as readable as their directory.
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    return synced_record(path)
-
-
-def record_of(piece: Piece, file: str) -> TensorRecord:
-    box = piece.box()
-    return TensorRecord(
-        shape=piece.shape,
-        dtype=dtype_name(piece.tensor.dtype),
-        pieces=(PieceRecord(file=file, offsets=box.offsets, shape=box.shape),),
+    records = in_threads(write, shards, beat)
+    placed = {name: file for file, names in shards.items() for name in names}
+    return Part.of(
+        dict(zip(shards, records, strict=True)),
+        {
+            name: StoredPiece(
+                piece.shape, dtype_name(piece.tensor.dtype), piece.box(), placed[name]
+            )
+            for name, piece in stored.items()
+        },
     )
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], beat: Beat = silent) -> FileRecord:
+    """One safetensors file, hashed while it is written, and synced.
+
+    Of tensors on a device one at a time is brought to the host.
+    """
+    # As the library does it: the widest types first, so that all of them are aligned.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    contents = itertools.chain([_header(ordered)], map(_bytes_of, ordered.values()))
+    hasher, size = new_hasher(HASH), 0
+    with path.open("wb") as stream:
+        for content in contents:
+            for start in range(0, len(content), CHUNK_BYTES):
+                chunk = content[start : start + CHUNK_BYTES]
+                hasher.update(chunk)
+                stream.write(chunk)
+                beat()
+            size += len(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beat()
+    return FileRecord(bytes=size, digest=hasher.hexdigest())
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
+    """The beginning of a safetensors file that holds these one after the other."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        table[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def shard_names(sizes: Mapping[str, int], label: str = "") -> dict[str, list[str]]:
@@ -122,7 +226,7 @@ def shard_names(sizes: Mapping[str, int], label: str = "") -> dict[str, list[str
     parts: dict[str, list[list[str]]] = {}
     room: dict[str, int] = {}
     for name, nbytes in sizes.items():
-        group = name.partition(".")[0] if re.match(r"[A-Za-z0-9_]{1,100}\.", name) else "tensors"
+        group = group_of(name)
         if group not in parts or nbytes > room[group]:
             parts.setdefault(group, []).append([])
             room[group] = SHARD_BYTES
@@ -135,19 +239,21 @@ def shard_names(sizes: Mapping[str, int], label: str = "") -> dict[str, list[str
     }
 
 
-def synced_record(path: Path) -> FileRecord:
-    """Push a written file to the disk and note its size and hash."""
-    with path.open("rb", buffering=0) as stream:
-        os.fsync(stream.fileno())
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileRecord(bytes=os.fstat(stream.fileno()).st_size, sha256=digest)
+# --- checking ---------------------------------------------------------------------------------
 
 
-def file_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
-    """What is wrong with these files: missing, of another size, of another content."""
+def file_problems(
+    directory: Path,
+    manifest: Manifest,
+    files: Iterable[str],
+    hashes: bool = True,
+    beat: Beat = silent,
+) -> list[str]:
+    """What is wrong with these files: missing, of another size or, by `hashes`, content."""
 
-    def problem(file: str) -> str | None:
+    def problem(file: str, progress: Beat) -> str | None:
         path, expected = directory / file, manifest.files[file]
+        hasher = new_hasher(manifest.hash)
         try:
             if not path.is_file():
                 return f"{path} is missing"
@@ -155,16 +261,19 @@ def file_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -> 
                 size = os.fstat(stream.fileno()).st_size
                 if size != expected.bytes:
                     return f"{path} has {size} bytes and should have {expected.bytes}"
-                digest = hashlib.file_digest(stream, "sha256")
+                if not hashes:
+                    return None
+                buffer = memoryview(bytearray(min(CHUNK_BYTES, size)))
+                while count := stream.readinto(buffer):
+                    hasher.update(buffer[:count])
+                    progress()
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
-        if digest.hexdigest() != expected.sha256:
-            return f"{path} is corrupted: its SHA-256 is not the manifest's"
+        if hasher.hexdigest() != expected.digest:
+            return f"{path} is corrupted: its {manifest.hash} digest is not the manifest's"
         return None
 
-    # Hashing runs outside the interpreter lock, one file per thread, a small buffer each.
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        return [found for found in pool.map(problem, files) if found]
+    return [found for found in in_threads(problem, files, beat) if found]
 
 
 def open_shard(path: Path) -> Any:
@@ -178,12 +287,11 @@ def open_shard(path: Path) -> Any:
 def header_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Where a safetensors header and the manifest's table disagree."""
     problems = []
-    contents = manifest.contents()
-    for file in files:
+    for file, held in manifest.contents(files).items():
         path = directory / file
         expected = {
-            name: (list(piece.shape), SAFETENSORS_NAMES[manifest.tensors[name].torch_dtype()])
-            for name, piece in contents.get(file, {}).items()
+            name: (list(box.shape), SAFETENSORS_NAMES[cut.torch_dtype()])
+            for name, (cut, box) in held.items()
         }
         try:
             with open_shard(path) as shard:
@@ -200,7 +308,10 @@ def header_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -
     return problems
 
 
-class Part(NamedTuple):
+# --- reading ----------------------------------------------------------------------------------
+
+
+class Overlap(NamedTuple):
     """What one stored piece has of one wanted piece."""
 
     name: str
@@ -208,22 +319,26 @@ class Part(NamedTuple):
     common: Box
 
 
-def parts_by_file(manifest: Manifest, wanted: Mapping[str, Piece]) -> dict[str, list[Part]]:
+def parts_by_file(manifest: Manifest, wanted: Mapping[str, Piece]) -> dict[str, list[Overlap]]:
     """Which files hold something of the pieces wanted, and what."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[Overlap]] = {}
     for name, piece in wanted.items():
-        for record in manifest.tensors[name].pieces:
-            common = record.box().overlap(piece.box())
-            if common is not None:
-                parts.setdefault(record.file, []).append(Part(name, record.box(), common))
+        for stored, file in manifest.tensors[name].overlapping(piece.box()):
+            common = stored.overlap(piece.box())
+            assert common is not None
+            parts.setdefault(file, []).append(Overlap(name, stored, common))
     return parts
 
 
-def read_shards(directory: Path, manifest: Manifest, wanted: Mapping[str, Piece]) -> None:
+def read_shards(
+    directory: Path, manifest: Manifest, wanted: Mapping[str, Piece], beat: Beat = silent
+) -> None:
     """Fill every piece from (already verified) files, mapped rather than read whole."""
     for file, parts in parts_by_file(manifest, wanted).items():
+        beat()
         with open_shard(directory / file) as shard, torch.no_grad():
             for name, stored, common in parts:
                 piece = wanted[name]
                 into = piece.tensor[common.within(piece.box())]
                 into.copy_(shard.get_slice(name)[common.within(stored)])
+                beat()

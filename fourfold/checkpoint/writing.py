@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from fourfold.checkpoint.crew import ALONE, Crew
+from fourfold.checkpoint.bounded import encode_json
+from fourfold.checkpoint.crew import ALONE, Crew, silent
 from fourfold.checkpoint.directory import (
     commit,
     history,
@@ -23,16 +20,12 @@ from fourfold.checkpoint.directory import (
     sync_directory,
     tidy,
 )
-from fourfold.checkpoint.manifest import (
-    MANIFEST,
-    MAX_STATE_BYTES,
-    STATE,
-    Manifest,
-    encode_json,
-)
-from fourfold.checkpoint.meeting import Meeting, RankRecord
+from fourfold.checkpoint.disk import explained, free_bytes, readable_gb
+from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
+from fourfold.checkpoint.meeting import Meeting
 from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
-from fourfold.checkpoint.shards import Tables, check_writable, synced_record, write_shards
+from fourfold.checkpoint.records import Part, joined
+from fourfold.checkpoint.shards import check_writable, write_shards
 from fourfold.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -40,9 +33,6 @@ log = logging.getLogger(__name__)
 # Headers, manifest and directory blocks, generously.
 OVERHEAD_BYTES = 1 << 20
 OVERHEAD_BYTES_PER_TENSOR = 1 << 10
-
-# What disks and directories do to a save; everything else is a mistake of ours.
-EXPECTED = (OSError, SafetensorError)
 
 
 def save(
@@ -57,16 +47,16 @@ def save(
 
     Every rank of the crew calls it with the pieces it is to write; together they make up each
     tensor exactly once, and the state is the same everywhere. Rank 0 returns when the checkpoint
-    is committed, the others when their parts are complete.
+    is committed, the others when all parts are complete.
 
-    A save that fails raises `CheckpointError` on rank 0 and on the rank that failed, and leaves
-    the directory as it was. Tied tensors are given once. The tensors must not change until this
-    returns.
+    A save that fails raises `CheckpointError` on rank 0 and on the rank that failed, one that
+    cannot even begin on all of them, and leaves the directory as it was. Tied tensors are given
+    once. The tensors must not change until this returns.
     """
     pieces = as_pieces(tensors)
     check_writable(pieces)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
-    return _Save(Path(output_dir), step, pieces, state_bytes, keep_last, crew).run()
+    return _Save(Path(output_dir), step, pieces, state_bytes, keep_last, crew).begun().run()
 
 
 def begin_save(
@@ -84,11 +74,14 @@ def begin_save(
     pieces = as_pieces(tensors)
     check_writable(pieces)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
+    # A thread that is at work says nothing of the life of the rank.
+    quiet = replace(crew, beat=silent)
+    work = _Save(Path(output_dir), step, pieces, state_bytes, keep_last, quiet).begun()
     copies = {
         name: Piece(piece.tensor.detach().to("cpu", copy=True), piece.shape, piece.offsets)
         for name, piece in pieces.items()
     }
-    return PendingSave(_Save(Path(output_dir), step, copies, state_bytes, keep_last, crew).run)
+    return PendingSave(replace(work, pieces=copies).run)
 
 
 class PendingSave:
@@ -123,7 +116,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class _Save:
-    """What one rank does for one checkpoint. No collective is called, so a thread may run it."""
+    """What one rank does for one checkpoint: `begun` calls collectives, `run` does not."""
 
     output_dir: Path
     step: int
@@ -131,6 +124,7 @@ class _Save:
     state_bytes: bytes
     keep_last: int
     crew: Crew
+    meeting: Meeting | None = None
 
     def __post_init__(self) -> None:
         assert self.step >= 0 and self.keep_last >= 0
@@ -139,30 +133,54 @@ class _Save:
     def target(self) -> Path:
         return self.output_dir / f"step_{self.step}"
 
-    def run(self) -> Path:
+    def begun(self) -> _Save:
+        """The save with a place to write to; what keeps rank 0 from that is raised on all ranks."""
         meeting = Meeting(self.output_dir, self.step, self.crew)
+        needed = sum(map(int, self.crew.gather(str(self._bytes_needed()))))
+        problem = None
         try:
             if self.crew.rank == 0:
-                self._lead(meeting)
-            else:
-                self._take_part(meeting)
-        except (*EXPECTED, CheckpointError) as error:
+                self._open(meeting, needed)
+        except (OSError, CheckpointError) as error:
+            problem = self._reason(error)
+        except BaseException as error:
+            self.crew.agree(repr(error))
+            raise
+        if told := self.crew.agree(problem):
+            raise self._failure(told)
+        return replace(self, meeting=meeting)
+
+    def _open(self, meeting: Meeting, needed: int) -> None:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        tidy(self.output_dir)
+        free = free_bytes(self.output_dir)
+        if needed > free:
             raise CheckpointError(
-                f"cannot save checkpoint {self.target}: {self._reason(error)}. "
-                "Earlier checkpoints are untouched"
-            ) from error
+                f"the disk is too full: it needs {readable_gb(needed)} and {self.output_dir} has "
+                f"{readable_gb(free)} free; make room or choose another output directory"
+            )
+        meeting.open()
+
+    def run(self) -> Path:
+        assert self.meeting is not None
+        try:
+            if self.crew.rank == 0:
+                self._lead(self.meeting)
+            else:
+                self._take_part(self.meeting)
+        except (OSError, CheckpointError) as error:
+            raise self._failure(self._reason(error)) from error
         return self.target
 
     def _lead(self, meeting: Meeting) -> None:
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        tidy(self.output_dir)
         try:
-            meeting.open()
             if self.crew.size == 1:
-                tables = self._write_pieces(meeting.directory)
+                indices = joined({0: self._write_pieces(meeting.directory)})
             else:
-                tables = meeting.close(self._part(meeting.directory))
-            self._write_rest(meeting.directory, tables)
+                indices = meeting.close(*self._part(meeting.directory))
+            serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
+            write_manifest(meeting.directory, self.step, serial, indices, self.state_bytes)
+            sync_directory(meeting.directory)
             commit(meeting.directory, self.target)
         finally:
             meeting.abandon()
@@ -177,40 +195,34 @@ class _Save:
     def _take_part(self, meeting: Meeting) -> None:
         meeting.join()
         try:
-            record = self._part(meeting.directory)
-            if record.problem is None:
-                meeting.report(record)
-                return
-            raise CheckpointError(record.problem)
+            part, problem = self._part(meeting.directory)
+            if part is None:
+                raise CheckpointError(problem)
+            meeting.report(part)
         except BaseException as error:
             problem = str(error) if isinstance(error, CheckpointError) else repr(error)
             # Where not even this can be written, rank 0 misses us in time.
             with suppress(OSError):
-                meeting.report(RankRecord(problem=problem))
+                meeting.report(None, problem)
             raise
+        meeting.leave()
 
-    def _part(self, directory: Path) -> RankRecord:
-        """Write this rank's pieces; what there is to tell about it."""
+    def _part(self, directory: Path) -> tuple[Part | None, str]:
+        """Write this rank's pieces; what there is to tell about it, or why there is nothing."""
         try:
-            files, tensors = self._write_pieces(directory)
-            return RankRecord(files=files, tensors=tensors)
-        except (*EXPECTED, CheckpointError) as error:
+            return self._write_pieces(directory), ""
+        except (OSError, CheckpointError) as error:
             # On a full disk there must be room to say so.
             for path in directory.glob(f"*-{self._label()}*.safetensors"):
-                path.unlink(missing_ok=True)
-            return RankRecord(problem=self._reason(error))
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            return None, self._reason(error)
 
-    def _write_pieces(self, directory: Path) -> Tables:
-        if self._bytes_needed() > shutil.disk_usage(self.output_dir).free:
-            raise CheckpointError(f"the disk is too full. {self._room()}")
-        return write_shards(directory, self.pieces, self._label())
+    def _write_pieces(self, directory: Path) -> Part:
+        return write_shards(directory, self.pieces, self._label(), self.crew.beat)
 
     def _label(self) -> str:
         return f"rank{self.crew.rank:05d}-" if self.crew.size > 1 else ""
-
-    def _write_rest(self, directory: Path, tables: Tables) -> None:
-        serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
-        write_manifest(directory, self.step, serial, tables, self.state_bytes)
 
     def _bytes_needed(self) -> int:
         """Disk space this rank's part takes, rounded up."""
@@ -219,28 +231,11 @@ class _Save:
         return content + overhead + len(self.state_bytes)
 
     def _reason(self, error: Exception) -> str:
-        return str(error) if isinstance(error, CheckpointError) else f"{error}. {self._room()}"
+        if isinstance(error, CheckpointError):
+            return str(error)
+        return explained(error, self.output_dir)
 
-    def _room(self) -> str:
-        existing = next(path for path in (self.target, *self.target.parents) if path.exists())
-        free, needed = shutil.disk_usage(existing).free, self._bytes_needed()
-        whose = "It" if self.crew.size == 1 else f"The part of rank {self.crew.rank}"
-        return (
-            f"{whose} needs {needed / 1e9:.3f} GB ({needed} bytes) and {existing} has "
-            f"{free / 1e9:.3f} GB free; make room or choose another output directory"
+    def _failure(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"cannot save checkpoint {self.target}: {reason}. Earlier checkpoints are untouched"
         )
-
-
-def write_manifest(
-    directory: Path, step: int, serial: int, tables: Tables, state_bytes: bytes
-) -> None:
-    """Complete a directory of shards to a checkpoint, synced, that needs only its name."""
-    files, tensors = tables
-    (directory / STATE).write_bytes(state_bytes)
-    files = files | {STATE: synced_record(directory / STATE)}
-    manifest = Manifest(step=step, serial=serial, files=files, tensors=tensors).sealed()
-    with (directory / MANIFEST).open("wb") as stream:
-        stream.write(manifest.to_bytes())
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync_directory(directory)

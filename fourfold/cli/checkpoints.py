@@ -52,7 +52,7 @@ def verify(place: Place) -> None:
             manifest = read_manifest(directory)
             print(
                 f"{directory}: good: {len(manifest.files)} files, {len(manifest.tensors)} tensors, "
-                f"{_readable(_size(manifest))}"
+                f"{_readable(manifest.size())}"
             )
         bad = bad or bool(problems)
     if bad:
@@ -76,7 +76,7 @@ def merge(
     manifest = read_manifest(checkpoint.merge(chosen, target, prefix))
     print(
         f"{target}: {len(manifest.tensors)} tensors of {chosen}, whole, in "
-        f"{len(manifest.shards())} files, {_readable(_size(manifest))}"
+        f"{len(manifest.shards())} files, {_readable(manifest.size())}"
     )
 
 
@@ -90,7 +90,7 @@ def _line(directory: Path) -> str:
     except CheckpointError as error:
         return f"{directory.name:<16} unusable: {_printable(str(error))}"
     return (
-        f"{directory.name:<16} {_saved_at(directory)}  {_readable(_size(manifest)):>10}  "
+        f"{directory.name:<16} {_saved_at(directory)}  {_readable(manifest.size()):>10}  "
         f"{len(manifest.files):>5} files  format {manifest.version}"
     )
 
@@ -107,7 +107,7 @@ def _describe(directory: Path) -> None:
         "format": f"version {manifest.version}, written by Fourfold {state.get('version', '?')}",
         "layout": _layout(state),
         "parameters": f"{count:,} in {len(weights)} of {len(manifest.tensors)} tensors",
-        "size": f"{_readable(_size(manifest))} in {len(manifest.files)} files",
+        "size": f"{_readable(manifest.size())} in {len(manifest.files)} files",
         "pieces": _pieces(manifest),
         "samples": f"{state.get('consumed_samples', '?')} consumed",
         "tokenizer": state.get("tokenizer") or "not known",
@@ -137,15 +137,11 @@ def _layout(state: dict[str, Any]) -> str:
 
 def _pieces(manifest: Manifest) -> str:
     """How many tensors are in how many pieces, "148 whole, 296 in 4"."""
-    counts = Counter(len(record.pieces) for record in manifest.tensors.values())
+    counts = Counter(len(cut.files) for cut in manifest.tensors.values())
     return ", ".join(
         f"{tensors} {'whole' if pieces == 1 else f'in {pieces}'}"
         for pieces, tensors in sorted(counts.items())
     )
-
-
-def _size(manifest: Manifest) -> int:
-    return sum(record.bytes for record in manifest.files.values())
 
 
 def _saved_at(directory: Path) -> str:

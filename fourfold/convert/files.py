@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.manifest import read_bounded
+from fourfold.checkpoint.bounded import read_bounded
 from fourfold.errors import CheckpointError
 from fourfold.tokenizer import END_OF_TEXT, Tokenizer
 

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.manifest import read_bounded
+from fourfold.checkpoint.bounded import read_bounded
 from fourfold.convert.files import find_tokenizer
 from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
 from fourfold.convert.pickles import Record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,13 +51,7 @@ class Engine:
         self.device = select_device(config.Global.device)
         timeout = config.Distributed.timeout_seconds
         self.mesh = connect(self.layout, self.device, timeout)
-        self.crew = Crew(
-            self.mesh.rank,
-            self.mesh.size,
-            session=self.mesh.agree(secrets.token_hex(8)) or "",
-            agree=self.mesh.agree,
-            timeout_seconds=timeout,
-        )
+        self.crew = Crew.of(self.mesh, timeout)
         # Rank 0 makes the index caches, the others then find them.
         self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
         self.claim = self.mesh.together(self._claim)

@@ -8,7 +8,6 @@ and are not used.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,8 +89,7 @@ def _load_own(
         f"model.{held.name}": Piece(local(held.parameter.data), held.shape, held.offsets)
         for held in runner.to_fill().values()
     }
-    session = mesh.agree(secrets.token_hex(8)) or ""
-    crew = Crew(mesh.rank, mesh.size, session, mesh.agree, config.Distributed.timeout_seconds)
+    crew = Crew.of(mesh, config.Distributed.timeout_seconds)
     path, state = checkpoint.resume(where, pieces, on_notice, "model.", crew)
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
     runner.settle()

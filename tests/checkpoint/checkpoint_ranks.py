@@ -19,19 +19,27 @@ from fourfold.checkpoint.pieces import Box
 def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[Crew]:
     """The views of `size` threads, with an `agree` that fails rather than hangs."""
     barrier = threading.Barrier(size, timeout=20.0)
-    said: list[str | None] = [None] * size
+    said: list[Any] = [None] * size
 
-    def agree_of(rank: int) -> Callable[[str | None], str | None]:
+    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
+        def gather(word: Any) -> list[Any]:
+            said[rank] = word
+            barrier.wait()
+            heard = list(said)
+            barrier.wait()
+            return heard
+
+        return gather
+
+    def crew_of(rank: int) -> Crew:
+        gather = gather_of(rank)
+
         def agree(text: str | None) -> str | None:
-            said[rank] = text
-            barrier.wait()
-            first = next((word for word in said if word is not None), None)
-            barrier.wait()
-            return first
+            return next((word for word in gather(text) if word is not None), None)
 
-        return agree
+        return Crew(rank, size, session, agree, timeout_seconds, gather)
 
-    return [Crew(rank, size, session, agree_of(rank), timeout_seconds) for rank in range(size)]
+    return [crew_of(rank) for rank in range(size)]
 
 
 def on_all(together: list[Crew], work: Callable[[Crew], object]) -> list[Any]:

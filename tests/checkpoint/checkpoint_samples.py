@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fourfold.checkpoint.bounded import HASH, digest_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,6 +49,35 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {"bytes": len(data), "digest": digest_of(data, HASH)}
+
+
+def forge(
+    directory: Path, change: Callable[[dict[str, Any]], object], group: str = "model"
+) -> None:
+    """Change an index, and make everything else agree with it, as an attacker would."""
+    path = directory / f"index-{group}.json"
+    forged = json.loads(path.read_text())
+    change(forged)
+    path.write_text(json.dumps(forged))
+    reseal(directory)
+
+
+def reseal(directory: Path, change: Callable[[dict[str, Any]], object] = lambda root: None) -> None:
+    """Make `manifest.json` fit the state and the indices as they now are, and itself."""
+    path = directory / "manifest.json"
+    root = json.loads(path.read_text())
+    root["state"] = record_of(directory / "state.json")
+    for group in root["groups"]:
+        root["groups"][group] |= record_of(directory / f"index-{group}.json")
+    del root["checksum"]
+    change(root)
+    body = json.dumps(root, indent=1).encode()[:-2]
+    path.write_bytes(body + f',\n "checksum": "{digest_of(body, HASH)}"\n}}\n'.encode())
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -45,10 +45,10 @@ def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
     text = told("inspect", run / "step_2")
     for expected in (
         "step        2, saved 20",
-        "format      version 2, written by Fourfold 0.1.0",
+        "format      version 3, written by Fourfold 0.1.0",
         "layout      dp 1, pp 2, sharding 2 (stage 3), mp 1",
         "parameters  4,100 in 2 of 5 tensors",
-        "kB in 9 files",
+        "kB in 11 files",
         "pieces      1 whole, 1 in 2, 3 in 4",
         "samples     128 consumed",
         "16.38 kB  model.embed.weight  float32 [2, 2048]",
@@ -61,7 +61,7 @@ def test_inspect_lists_an_output_directory(run: Path) -> None:
     (run / "step_1" / "manifest.json").write_text("{")
     lines = told("inspect", run).splitlines()
     assert lines[0].endswith("2 checkpoints, the last one saved first")
-    assert lines[1].split()[0] == "step_2" and lines[1].endswith("files  format 2")
+    assert lines[1].split()[0] == "step_2" and lines[1].endswith("files  format 3")
     assert lines[2].split()[:2] == ["step_1", "unusable:"]
 
 
@@ -72,7 +72,7 @@ def test_inspect_reads_version_1() -> None:
 
 def test_verify_says_good_or_lists_every_problem(run: Path) -> None:
     text = told("verify", run)
-    assert text.count("good: 9 files, 5 tensors") == 2
+    assert text.count("good: 11 files, 5 tensors") == 2
     (run / "step_1" / "state.json").write_text("{}")
     (run / "step_1" / "model-rank00002-00001-of-00001.safetensors").unlink()
     text = told("verify", run, code=2)
@@ -89,5 +89,5 @@ def test_merge_writes_a_checkpoint_to_start_from(run: Path) -> None:
     into: dict[str, torch.Tensor] = blank(weights)
     directory, state = checkpoint.resume(run / "whole", into, pytest.fail, prefix="model.")
     assert directory == run / "whole" and state["step"] == 2 and same_bits(into, weights)
-    assert "good: 2 files, 2 tensors" in told("verify", run / "whole")
+    assert "good: 3 files, 2 tensors" in told("verify", run / "whole")
     assert "2 whole" in told("inspect", run / "whole")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from checkpoint_samples import blank, content, in_child, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import reading, writing
+from fourfold.checkpoint import directory, reading, writing
 from fourfold.errors import CheckpointError
 
 
@@ -162,21 +163,34 @@ def test_a_replacement_cut_short_is_found_and_mended(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_writers_are_cleaned_and_of_living_ones_kept(tmp_path: Path) -> None:
-    dead = os.fork()
-    if dead == 0:
-        os._exit(0)
-    os.waitpid(dead, 0)
-    for name in (
-        f".step_7.tmp-{dead}-0011aabb",
-        f".step_7.tmp-{os.getpid()}-0011aabb",
-        f".step_3.trash-{os.getppid()}-0011aabb",
-        f".step_8.tmp-{os.getppid()}-0011aabb",
-    ):
+    def leftover(step: int, purpose: str = "tmp") -> str:
+        path = directory.private_name(tmp_path, f"step_{step}", purpose)
+        path.mkdir()
+        (path / "manifest.json").write_text("{}")
+        return path.name
+
+    def as_another_process() -> None:
+        leftover(7)
+        leftover(3, "trash")
+        (tmp_path / directory.private_name(tmp_path, "latest", "tmp")).write_text("step_6")
+
+    assert in_child(as_another_process) == 0
+    leftover(8)  # of a save of our own that failed
+    own = directory.private_name(tmp_path, "step_9", "tmp").name
+    # A process with an id that lives again, and one that lives.
+    host, pid, start = own.split("-")[1].split(".")
+    again = own.replace(f".{start}-", f".{int(start, 16) - 1:x}-")
+    parent = own.replace(f".{pid}.", f".{os.getppid():x}.")
+    parent = parent.replace(f".{start}-", f".{directory._start_of(os.getppid())}-")
+    # Writers of other machines: one at work, one that has changed nothing for two hours.
+    away, dead = own.replace(host, "0" * 12), own.replace(host, "1" * 12)
+    for name in (again, parent, away, dead):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text("{}")
-    (tmp_path / f".latest.tmp-{dead}-0011aabb").write_text("step_6")
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    for path in (tmp_path / dead / "model.safetensors", tmp_path / dead):
+        os.utime(path, (time.time() - 7200,) * 2)
     save(tmp_path, 1)
-    assert names(tmp_path) == {"step_1", "latest", f".step_8.tmp-{os.getppid()}-0011aabb"}
+    assert names(tmp_path) == {"step_1", "latest", parent, away}
 
 
 # --- failing saves ----------------------------------------------------------------------------
@@ -192,7 +206,7 @@ def test_too_little_space_is_noticed_before_writing(tmp_path: Path, monkeypatch)
         save(tmp_path, 2)
     message = str(caught.value)
     assert f"{tmp_path / 'step_2'}: the disk is too full" in message
-    assert "bytes) and" in message and "0.000 GB free" in message
+    assert "bytes) and" in message and "has 0.000 GB (1000 bytes) free" in message
     assert names(tmp_path) == {"step_1", "latest"} and content(tmp_path / "step_1") == before
 
 

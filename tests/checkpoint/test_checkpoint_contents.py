@@ -178,9 +178,9 @@ def test_a_run_on_eight_ranks_saved_in_version_2_stays_readable() -> None:
 def test_a_newer_version_says_so(tmp_path: Path) -> None:
     directory = checkpoint.save(tmp_path, 1, sample(1), {})
     path = directory / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "more": []}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 4, "more": []}))
     with pytest.raises(
-        CheckpointError, match="format version 3; this Fourfold reads versions 1 to 2"
+        CheckpointError, match="format version 4; this Fourfold reads versions 1 to 3"
     ):
         checkpoint.load(directory, blank(sample(1)))
 

@@ -72,7 +72,10 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
         )
         time.sleep(rng.uniform(0.0, 4 * one_save_seconds))
         kill_and_wait(pid)
-        committed = max([committed, *drain(pipe)])
+        finished = drain(pipe)
+        committed = max([committed, *finished])
+        # On a busy machine the first save may have been a quick one.
+        one_save_seconds *= 1.0 if finished else 1.1
         interrupted += any(path.name.startswith(".") for path in tmp_path.iterdir())
 
         directory, state = checkpoint.resume(tmp_path, into, pytest.fail)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from checkpoint_samples import Tensors, blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
 from fourfold.checkpoint import Crew, Piece, reading, writing
+from fourfold.checkpoint.meeting import Meeting
 from fourfold.errors import CheckpointError
 
 
@@ -131,9 +134,9 @@ def test_a_rank_that_sees_a_replaced_checkpoint_makes_all_start_over(
     real, reads = reading.read_manifest, itertools.count()
     lock = threading.Lock()
 
-    def stale_once(directory: Path) -> object:
+    def stale_once(directory: Path, prefix: str) -> object:
         with lock:
-            return old if next(reads) == 0 else real(directory)
+            return old if next(reads) == 0 else real(directory, prefix)
 
     monkeypatch.setattr(reading, "read_manifest", stale_once)
     results, into = load_rows(tmp_path, sample(2), size=3)
@@ -150,8 +153,8 @@ def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
     save_rows(tmp_path, 1, sample(1), state_of(1), size=3)
     real = writing.write_shards
 
-    def full_on_rank_1(directory: Path, pieces: Any, label: str) -> object:
-        tables = real(directory, pieces, label)
+    def full_on_rank_1(directory: Path, pieces: Any, label: str, beat: Any) -> object:
+        tables = real(directory, pieces, label, beat)
         if label == "rank00001-":
             raise OSError(28, "No space left on device")
         return tables
@@ -160,7 +163,7 @@ def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
     results = save_rows(tmp_path, 2, sample(2), state_of(2), size=3)
     assert isinstance(results[0], CheckpointError) and isinstance(results[1], CheckpointError)
     assert "step_2: rank 1: [Errno 28] No space left" in str(results[0])
-    assert "The part of rank 1 needs" in str(results[0])
+    assert "make room (" in str(results[0])
     assert "step_2: [Errno 28] No space left" in str(results[1])
     assert results[2] == tmp_path / "step_2"
     assert names(tmp_path) == {"step_1", "latest"}
@@ -172,10 +175,10 @@ def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
 def test_rank_0_failing_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = writing.write_shards
 
-    def full_on_rank_0(directory: Path, pieces: Any, label: str) -> object:
+    def full_on_rank_0(directory: Path, pieces: Any, label: str, beat: Any) -> object:
         if label == "rank00000-":
             raise OSError(5, "I/O")
-        return real(directory, pieces, label)
+        return real(directory, pieces, label, beat)
 
     monkeypatch.setattr(writing, "write_shards", full_on_rank_0)
     results = save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
@@ -183,15 +186,81 @@ def test_rank_0_failing_is_its_own_error(tmp_path: Path, monkeypatch: pytest.Mon
     assert names(tmp_path) == set()
 
 
+@pytest.mark.parametrize("begin", [checkpoint.save, checkpoint.begin_save])
+def test_what_keeps_rank_0_from_beginning_is_raised_on_all_ranks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[..., object]
+) -> None:
+    def no_inodes(meeting: Meeting) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Meeting, "open", no_inodes)
+    # Nobody waits for the time to run out: it would be an hour.
+    results = on_all(
+        crews(3, timeout_seconds=3600.0),
+        lambda crew: begin(tmp_path, 2, rows_of(sample(2), crew), {}, crew=crew),
+    )
+    assert len({str(result) for result in results}) == 1
+    assert isinstance(results[2], CheckpointError) and "step_2: [Errno 28] No" in str(results[2])
+    assert names(tmp_path) == set()
+
+
+def test_the_parts_of_all_ranks_must_fit_and_not_only_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = sum(tensor.nbytes for tensor in sample(2, floats=1 << 20).values())
+    monkeypatch.setattr(writing, "free_bytes", lambda place: int(0.6 * needed))
+    monkeypatch.setattr(writing, "write_shards", pytest.fail)
+    results = save_rows(tmp_path, 2, sample(2, floats=1 << 20), state_of(2), size=2)
+    assert {type(result) for result in results} == {CheckpointError}
+    assert all("the disk is too full: it needs" in str(result) for result in results)
+
+
+def test_a_rank_that_takes_long_is_waited_for_while_its_files_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = writing.write_shards
+
+    def slow_on_rank_1(directory: Path, pieces: Any, label: str, beat: Any) -> object:
+        if label == "rank00001-":
+            for number in range(12):
+                (directory / "growing").write_bytes(bytes(number))
+                time.sleep(0.1)
+            (directory / "growing").unlink()
+        return real(directory, pieces, label, beat)
+
+    monkeypatch.setattr(writing, "write_shards", slow_on_rank_1)
+    results = save_rows(tmp_path, 2, sample(2), state_of(2), size=3, timeout_seconds=0.5)
+    assert results == [tmp_path / "step_2"] * 3
+
+
+def test_a_file_system_that_remembers_old_answers_about_names_is_asked_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS tells from memory, for up to a minute, that a name it was asked for is not there."""
+    real = os.stat
+    forgotten: dict[str, int] = {}
+
+    def stale(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        name = os.fspath(path) if isinstance(path, str | Path) else ""
+        if ".tmp-crew-" in name and forgotten.setdefault(name, 0) < 1000:
+            forgotten[name] += 1
+            raise FileNotFoundError(2, "No such file or directory", name)
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(os, "stat", stale)
+    results = save_rows(tmp_path, 2, sample(2), state_of(2), size=3, timeout_seconds=2.0)
+    assert results == [tmp_path / "step_2"] * 3
+
+
 def test_a_mistake_of_ours_on_one_rank_reaches_rank_0_and_keeps_its_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = writing.write_shards
 
-    def broken_on_rank_1(directory: Path, pieces: Any, label: str) -> object:
+    def broken_on_rank_1(directory: Path, pieces: Any, label: str, beat: Any) -> object:
         if label == "rank00001-":
             raise ZeroDivisionError("ours")
-        return real(directory, pieces, label)
+        return real(directory, pieces, label, beat)
 
     monkeypatch.setattr(writing, "write_shards", broken_on_rank_1)
     results = save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
@@ -200,7 +269,8 @@ def test_a_mistake_of_ours_on_one_rank_reaches_rank_0_and_keeps_its_type(
 
 
 def test_missing_ranks_are_named_and_a_late_one_leaves_nothing(tmp_path: Path) -> None:
-    together = crews(4, timeout_seconds=0.2)
+    # Each by itself: the collectives of the others are not waited for.
+    together = [Crew(rank, 4, "a session", timeout_seconds=0.2) for rank in range(4)]
 
     def save(crew: Crew) -> Path:
         return checkpoint.save(tmp_path, 1, rows_of(sample(1), crew), {}, crew=crew)

@@ -1,0 +1,126 @@
+"""The file system under an output directory: what its errors mean, its room, whether it is shared.
+
+A checkpoint is saved for the day something breaks, and what breaks first is often the disk. What
+can be known of it before the first save is asked here, and what it answers to a save is turned into
+words that say what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from fourfold.checkpoint.crew import Crew
+from fourfold.errors import CheckpointError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# The device, or the server behind it, does not do what it is asked.
+FAILED = (
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ENOTCONN,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ECONNABORTED,
+)
+FORBIDDEN = (errno.EACCES, errno.EPERM)
+
+
+def advice(error: Exception, place: Path) -> str:
+    """What to do about an error of the file system that holds `place`, as a sentence goes on."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in FULL:
+        return f"make room ({_said_free(place)}) or choose another output directory"
+    if number == errno.EROFS:
+        return (
+            "the file system is mounted read-only, which Linux also does after an error of the "
+            "disk: look into the kernel's log (dmesg), then mount it for writing or choose another "
+            "output directory"
+        )
+    if number in FAILED:
+        return (
+            "the disk or the file server has failed: look at the mount and into the kernel's log "
+            "(dmesg), or choose another output directory"
+        )
+    if number in FORBIDDEN:
+        return "allow the user of this process to write there, or choose another output directory"
+    if number == errno.EFBIG:
+        return "allow larger files (ulimit -f), or choose an output directory on another disk"
+    return "look at the file system, or choose another output directory"
+
+
+def explained(error: Exception, place: Path) -> str:
+    """An error with what to do about it."""
+    return f"{error}; {advice(error, place)}"
+
+
+# --- room -------------------------------------------------------------------------------------
+
+
+def free_bytes(place: Path) -> int:
+    """What is free where `place` is or will be; raises `OSError`."""
+    existing = next(path for path in (place, *place.absolute().parents) if os.path.lexists(path))
+    return shutil.disk_usage(existing).free
+
+
+def _said_free(place: Path) -> str:
+    try:
+        return f"{place} has {readable_gb(free_bytes(place))} free"
+    except OSError:
+        return f"{place} does not say how much it has free"
+
+
+def readable_gb(count: int) -> str:
+    return f"{count / 1e9:.3f} GB ({count} bytes)"
+
+
+# --- one file system for all ranks ------------------------------------------------------------
+
+
+def check_shared(output_dir: Path, crew: Crew) -> None:
+    """Make `output_dir` and refuse one that is not the same directory on every rank; a collective.
+
+    A save needs all ranks' files in one place, and would find out only after they were written.
+    """
+    token = output_dir / f".shared-{secrets.token_hex(8)}"
+    problem = None
+    if crew.rank == 0:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            token.write_text(crew.session)
+        except OSError as error:
+            problem = (
+                f"cannot write to the output directory {output_dir}: {explained(error, output_dir)}"
+            )
+    try:
+        if told := crew.agree(problem):
+            raise CheckpointError(told)
+        name = crew.from_first(token.name)
+        if told := crew.agree(_not_seen(output_dir / name, crew)):
+            raise CheckpointError(told)
+    finally:
+        if crew.rank == 0:
+            with suppress(OSError):
+                token.unlink(missing_ok=True)
+
+
+def _not_seen(token: Path, crew: Crew) -> str | None:
+    try:
+        # Opened, not looked for: a network file system then asks its server.
+        if token.read_text() == crew.session:
+            return None
+    except OSError:
+        pass
+    return (
+        f"rank {crew.rank} on {os.uname().nodename} does not see what rank 0 has written to the "
+        f"output directory {token.parent}, so no checkpoint could be put together; set "
+        "Engine.save_load.output_dir to a directory on a file system that all machines share"
+    )
