@@ -9,7 +9,6 @@ trust; that its ids are inside the vocabulary is checked elsewhere, always.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fourfold.config import Config
@@ -21,29 +20,9 @@ GPT2_EOS = 50256
 REMEDY = "to train all the same, set Data.dataset.allow_tokenizer_mismatch=True"
 
 
-@dataclass(frozen=True)
-class Made:
-    """What made the tokens of a dataset, by its manifest."""
-
-    by: str
-    vocab_size: int
-    eos_id: int | None
-
-
-def made(dataset: TokenDataset) -> Made | None:
-    """None where the dataset has no manifest, or one that says nothing of a tokenizer."""
-    about = (dataset.manifest or {}).get("tokenizer")
-    if not isinstance(about, dict):
-        return None
-    identity, size, eos = about.get("identity"), about.get("vocab_size"), about.get("eos_id")
-    if not isinstance(identity, str) or not isinstance(size, int):
-        return None
-    return Made(identity, size, eos if isinstance(eos, int) else None)
-
-
 def tokenizer_of(datasets: Sequence[TokenDataset]) -> str | None:
     """The identity of the tokenizer that made the data, of the first dataset that says so."""
-    return next((told.by for dataset in datasets if (told := made(dataset))), None)
+    return next((told.by for dataset in datasets if (told := dataset.made)), None)
 
 
 def find_end_of_text(config: Config, datasets: Sequence[TokenDataset]) -> tuple[int | None, str]:
@@ -54,7 +33,7 @@ def find_end_of_text(config: Config, datasets: Sequence[TokenDataset]) -> tuple[
     if config.Data.dataset.eos_token_id is not None:
         return config.Data.dataset.eos_token_id, "Data.dataset.eos_token_id"
     for dataset in datasets:
-        told = made(dataset)
+        told = dataset.made
         if told is not None and told.eos_id is not None:
             return told.eos_id, f"the manifest of {dataset.path}"
     if config.Model.vocab_size > GPT2_EOS:
@@ -70,7 +49,7 @@ def check_agreement(
     `tokenizer` is the path in Global.tokenizer. Training does not need it, so one that cannot be
     read is only mentioned.
     """
-    told = [(dataset, made_by) for dataset in datasets if (made_by := made(dataset))]
+    told = [(dataset, made_by) for dataset in datasets if (made_by := dataset.made)]
     wrong, remarks = [], []
     for dataset, made_by in told:
         if made_by.vocab_size > vocab_size:

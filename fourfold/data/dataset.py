@@ -1,7 +1,8 @@
 """One token file set, whatever its format: documents of token ids in one flat array.
 
 A `TokenDataset` is what the format readers return after validating everything but the ids. The
-ids themselves are checked by `check_ids`, which reads them all once.
+ids themselves are checked by `check_ids`, which reads them all once where no manifest vouches for
+them.
 
 A "document" here is what the originals index by: a sequence of the Megatron `.idx`, an entry of
 the FleetX `lens`. With sentence splitting each sentence counts as one.
@@ -12,13 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fourfold import heartbeat
 from fourfold.data import cache
 from fourfold.errors import DataError
 
@@ -27,6 +32,16 @@ WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # absent on Windows
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK_TOKENS = 8192
 MAX_MANIFEST_BYTES = 64 << 20
+KEEP_SECONDS = 10.0  # between two notes of how far a long reading has come
+
+
+@dataclass(frozen=True)
+class Made:
+    """What made the tokens of a dataset, by its manifest."""
+
+    by: str
+    vocab_size: int
+    eos_id: int | None
 
 
 class TokenDataset:
@@ -50,6 +65,7 @@ class TokenDataset:
         self.sizes = sizes
         self._starts = starts
         self._start_unit = start_unit
+        self.cache_dir: str | Path | None = None
         self._mapping = mapping_of(ids)
 
     def __repr__(self) -> str:
@@ -75,6 +91,17 @@ class TokenDataset:
         self._ask_for(first + start, first + stop)
         return self.ids[first + start : first + stop]
 
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin among the ids, int64."""
+        return np.asarray(self._starts[documents] // self._start_unit, np.int64)
+
+    def count_tokens(self, first: int, last: int) -> int:
+        """Tokens of the documents first..last-1, which lie one after the other."""
+        if first >= last:
+            return 0
+        begin, end = (int(start) // self._start_unit for start in self._starts[[first, last - 1]])
+        return end + int(self.sizes[last - 1]) - begin
+
     def _ask_for(self, start: int, stop: int) -> None:
         """Have the system read just these tokens, at once.
 
@@ -95,6 +122,39 @@ class TokenDataset:
         return read_manifest(self.path)
 
     @cached_property
+    def made(self) -> Made | None:
+        """None without a manifest, or with one that says nothing of a tokenizer."""
+        about = (self.manifest or {}).get("tokenizer")
+        if not isinstance(about, dict):
+            return None
+        identity, size, eos = about.get("identity"), about.get("vocab_size"), about.get("eos_id")
+        if not isinstance(identity, str) or not isinstance(size, int):
+            return None
+        return Made(identity, size, eos if isinstance(eos, int) else None)
+
+    @cached_property
+    def is_as_written(self) -> bool:
+        """Whether the files have the sizes, and hold the counts, that Fourfold recorded of them."""
+        manifest = self.manifest or {}
+        sizes, prefix = manifest.get("bytes"), prefix_of(self.path)
+        if not isinstance(sizes, dict) or not isinstance(manifest.get("sha256"), dict):
+            return False
+        ending = self.path.name.removeprefix(prefix.name).removeprefix(".")
+        held = {
+            "tokens": self.num_tokens,
+            "documents": len(self),
+            "dtype": self.dtype.name,
+        }
+        return sizes.get(ending) == self.path.stat().st_size and all(
+            manifest.get(key) == value for key, value in held.items()
+        )
+
+    @property
+    def places(self) -> list[Path]:
+        """Where results about this dataset are kept."""
+        return cache.places(self.path.parent, self.cache_dir)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of the content, the same for the same documents in any format or place.
 
@@ -102,12 +162,33 @@ class TokenDataset:
         half a million, beyond that 64 evenly spaced blocks of 8192 including both ends. A
         change between the blocks that moves no document border goes unnoticed.
         """
+        if cache.is_trusted():
+            kept = cache.read_record(self.places, self._files_key) or {}
+            if isinstance(kept.get("fingerprint"), str):
+                return str(kept["fingerprint"])
+        return self._hashed()
+
+    def keep_fingerprint(self) -> None:
+        """For the other ranks of this start, which then need not read every length too."""
+        record = {"fingerprint": self.fingerprint}
+        cache.write_record(self.places, self._files_key, record)
+
+    @property
+    def _files_key(self) -> str:
+        prefix = prefix_of(self.path)
+        index = [prefix.with_name(prefix.name + ending) for ending in (".idx", "_idx.npz")]
+        status = [file.stat() for file in [*index, self.path] if file.is_file()]
+        marks = [(each.st_size, each.st_mtime_ns) for each in status]
+        return cache.key_of({"what": "fingerprint", "file": self.path.name, "status": marks})
+
+    def _hashed(self) -> str:
         digest = hashlib.sha256(
             f"tokens v1 {self.dtype.newbyteorder('<').str} {len(self)} {self.num_tokens}".encode()
         )
         length_dtype = "<i4" if self.sizes.dtype.itemsize <= 4 else "<i8"
         for block in blocks(self.sizes):
             digest.update(np.ascontiguousarray(block, length_dtype).data)
+            heartbeat.alive()
         little_endian = self.dtype.newbyteorder("<")
         for start in self._fingerprint_starts():
             stop = min(int(start) + FINGERPRINT_BLOCK_TOKENS, self.num_tokens)
@@ -123,27 +204,23 @@ class TokenDataset:
 
     def max_id(self) -> int:
         """The largest token id, -1 without tokens. Reads every token."""
-        return self._id_range[1]
+        return self._id_range()[1]
 
-    @cached_property
-    def _id_range(self) -> tuple[int, int]:
-        smallest, largest = 0, -1
-        for block in blocks(self.ids):
-            smallest = min(smallest, int(block.min()))
-            largest = max(largest, int(block.max()))
-        return smallest, largest
-
-    def check_ids(self, vocab_size: int, cache_dir: str | Path | None = None) -> None:
+    def check_ids(self, vocab_size: int) -> None:
         """Raise DataError unless every id is in 0..vocab_size-1.
 
-        The first call reads every token; the result is kept in the cache directory under the
-        content's fingerprint and the file's time stamp, so later runs open at once.
+        Of data Fourfold wrote, whose files have the recorded sizes, the manifest is believed.
+        Otherwise the first call reads every token. The result is kept in the cache directory under
+        the content's fingerprint and the file's time stamp, and so is now and then how far the
+        reading has come, so that a start that was interrupted goes on from there.
         """
         # Ids that cannot be out of range need not be read.
         limits = np.iinfo(self.dtype)
-        if limits.min >= 0 and limits.max < vocab_size:
+        if cache.is_trusted() or (limits.min >= 0 and limits.max < vocab_size):
             return
-        smallest, largest = self._cached_id_range(cache_dir)
+        if self.made is not None and self.made.vocab_size <= vocab_size and self.is_as_written:
+            return
+        smallest, largest = self._cached_id_range()
         if smallest < 0 or largest >= vocab_size:
             wrong = smallest if smallest < 0 else largest
             raise DataError(
@@ -152,18 +229,49 @@ class TokenDataset:
                 f"Model.vocab_size to at least {largest + 1} or prepare the data again"
             )
 
-    def _cached_id_range(self, cache_dir: str | Path | None) -> tuple[int, int]:
-        modified = self.path.stat().st_mtime_ns
-        key = cache.key_of({"what": "id range", "content": self.fingerprint, "time": modified})
-        places = cache.places(self.path.parent, cache_dir)
-        stored = cache.read_record(places, key)
+    def _cached_id_range(self) -> tuple[int, int]:
+        content = {"content": self.fingerprint, "time": self.path.stat().st_mtime_ns}
+        key = cache.key_of({"what": "id range", **content})
+        stored = _range_of(cache.read_record(self.places, key))
         if stored is not None:
-            smallest, largest = stored.get("smallest"), stored.get("largest")
-            if isinstance(smallest, int) and isinstance(largest, int):
-                return smallest, largest
-        smallest, largest = self._id_range
-        cache.write_record(places, key, {"smallest": smallest, "largest": largest})
+            return stored
+        key_so_far = cache.key_of({"what": "id range so far", **content})
+        so_far = cache.read_record(self.places, key_so_far) or {}
+        begin, known = so_far.get("tokens"), _range_of(so_far)
+        if not isinstance(begin, int) or known is None or not 0 <= begin <= self.num_tokens:
+            begin, known = 0, (0, -1)
+
+        def keep(tokens: int, smallest: int, largest: int) -> None:
+            note = {"tokens": tokens, "smallest": smallest, "largest": largest}
+            cache.write_record(self.places, key_so_far, note)
+
+        smallest, largest = self._id_range(begin, known, keep)
+        cache.write_record(self.places, key, {"smallest": smallest, "largest": largest})
         return smallest, largest
+
+    def _id_range(
+        self,
+        begin: int = 0,
+        known: tuple[int, int] = (0, -1),
+        keep: Callable[[int, int, int], None] = lambda *_: None,
+    ) -> tuple[int, int]:
+        """The smallest id or 0, and the largest, from token `begin` on and of those before."""
+        smallest, largest = known
+        kept = time.monotonic()
+        for block in blocks(self.ids[begin:]):
+            smallest = min(smallest, int(block.min()))
+            largest = max(largest, int(block.max()))
+            begin += len(block)
+            heartbeat.alive()
+            if time.monotonic() - kept >= KEEP_SECONDS:
+                keep(begin, smallest, largest)
+                kept = time.monotonic()
+        return smallest, largest
+
+
+def _range_of(record: dict[str, Any] | None) -> tuple[int, int] | None:
+    smallest, largest = (record or {}).get("smallest"), (record or {}).get("largest")
+    return (smallest, largest) if isinstance(smallest, int) and isinstance(largest, int) else None
 
 
 def blocks(array: np.ndarray) -> list[np.ndarray]:

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fourfold import heartbeat
 from fourfold.errors import DataError
 
 ORDERS = ("megatron", "fleetx", "elastic")
-# Positions and ids of documents are int32, in the originals' files as in ours.
+# Positions of documents are int32, in the originals' files as in ours; and so are their numbers
+# unless a part lies beyond.
 MAX_POSITIONS = 2**31 - 1
 BLOCK = 1 << 16
 # Indices of short epochs are kept together: as many as make about this many rows of an entry.
@@ -116,6 +118,7 @@ def build_sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: Plan
         index[row:next_row, 0] = position + first
         index[row:next_row, 1] = starts - (ends[position] - lengths[position])
         begin = end
+        heartbeat.alive()
     index[0] = 0
     return index
 
@@ -165,7 +168,7 @@ def build_elastic_indices(
     length, samples = plan.passes * plan.documents, plan.samples_per_epoch
     rows = samples + 1
     epochs = plan.epochs_per_entry
-    document_index = np.empty(epochs * length, np.int32)
+    document_index = np.empty(epochs * length, document_index_dtype(ranges))
     sample_index = np.empty((epochs * rows, 2), sample_index_dtype(sizes))
     shuffle_index = np.empty(epochs * samples, np.uint32 if epochs * rows < 2**32 else np.int64)
     one_epoch = Plan(length, plan.tokens_per_epoch, plan.seq_len, plan.passes, samples, 0, 0)
@@ -189,12 +192,19 @@ def build_elastic_indices(
 
 def _listed(ranges: Sequence[tuple[int, int]], times: int) -> np.ndarray:
     """The documents of the part in file order, that many times over."""
-    index = np.empty(times * sum(last - first for first, last in ranges), np.int32)
+    dtype = document_index_dtype(ranges)
+    index = np.empty(times * sum(last - first for first, last in ranges), dtype)
     position = 0
     for first, last in [*ranges] * times:
-        index[position : position + last - first] = np.arange(first, last, dtype=np.int32)
+        index[position : position + last - first] = np.arange(first, last, dtype=dtype)
         position += last - first
     return index
+
+
+def document_index_dtype(ranges: Sequence[tuple[int, int]]) -> np.dtype:
+    """int32 unless the number of a document needs more."""
+    wide = max((last for _, last in ranges), default=0) > MAX_POSITIONS + 1
+    return np.dtype(np.int64 if wide else np.int32)
 
 
 def sample_index_dtype(sizes: np.ndarray) -> np.dtype:

@@ -5,6 +5,9 @@ grows (`Pace`); rank r of R takes the r-th contiguous slice of G/R. So the globa
 depend on the number of ranks, and resuming needs the step alone. A batch beyond the last sample is
 an error, never a silent second pass: samples are opened for the length of the run.
 
+A rank reads its own samples only. How many tokens of the others' count comes from an index
+(`fourfold.data.ends`).
+
 A sample is a stretch of tokens that may hold pieces of several documents. Inside it a document
 ends with its end-of-text token, and the token after that begins the next.
 
@@ -56,6 +59,7 @@ class Loader:
         rank: int = 0,
         size: int = 1,
         prefetch: int = 2,
+        vocab_size: int | None = None,
     ) -> None:
         pace = Pace(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size
         for batch in pace.batches:
@@ -81,6 +85,9 @@ class Loader:
         self._rank = rank
         self._size = size
         self._prefetch = prefetch
+        self._vocab_size = vocab_size
+        if self._masked_token is not None and size > 1:
+            samples.index_ends(self._masked_token)
         self._pending: dict[int, Future[Batch]] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._worker_process = 0
@@ -145,6 +152,7 @@ class Loader:
         rows = np.empty((len(own), length + 1), np.int64)  # (B, T+1)
         for row, sample in zip(rows, own):
             samples.read(int(sample), row)
+        self._check_vocabulary(rows, own)
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each
         ends = tokens == self._eos_token_id  # (B, T), nowhere if that is not known
         loss_mask = np.ones(tokens.shape, np.float32)
@@ -152,8 +160,9 @@ class Loader:
         if self._masked_token is not None:
             loss_mask[ends] = 0.0
             others = np.concatenate([whole[:first], whole[first + len(own) :]])
-            valid -= int(np.count_nonzero(loss_mask == 0.0))
-            valid -= sum(samples.count_inputs(int(i), self._masked_token) for i in others)
+            masked = int(np.count_nonzero(ends))
+            self._check_count(own, masked)
+            valid -= masked + samples.count_all(others, self._masked_token)
         positions, documents = torch.arange(length).repeat(len(own), 1), None  # (B, T)
         if self._reset_position_ids:
             positions = torch.from_numpy(positions_in_documents(ends))
@@ -168,6 +177,32 @@ class Loader:
             global_valid_tokens=float(valid),
             document_ids=documents,
         )
+
+    def _check_vocabulary(self, rows: np.ndarray, own: np.ndarray) -> None:
+        """Ids are believed to fit the vocabulary where a manifest says so; here they are seen."""
+        if self._vocab_size is None or rows.size == 0:
+            return
+        smallest, largest = int(rows.min()), int(rows.max())
+        if smallest < 0 or largest >= self._vocab_size:
+            wrong = smallest if smallest < 0 else largest
+            raise DataError(
+                f"{self.samples.name}: token id {wrong} in one of the samples {own[0]} to "
+                f"{own[-1]} is outside the vocabulary of {self._vocab_size}; the data is damaged "
+                "or not what its manifest says: see `fourfold data verify`"
+            )
+
+    def _check_count(self, own: np.ndarray, masked: int) -> None:
+        """What was counted without reading, by every rank for all others, holds for these too."""
+        token = self._masked_token
+        if token is None or self._size == 1 or not self.samples.has_indexed(token):
+            return
+        counted = self.samples.count_all(own, token)
+        if counted != masked:
+            raise DataError(
+                f"{self.samples.name}: the samples {own[0]} to {own[-1]} hold {masked} end-of-text "
+                f"tokens, and {counted} were counted; the data is damaged or not what its manifest "
+                "says (see `fourfold data verify`), or the index cache is damaged"
+            )
 
 
 def document_ids(ends: np.ndarray) -> np.ndarray:

@@ -178,6 +178,21 @@ class Mixture:
         source, sample = self.locate(i)
         return self.members[source].count_inputs(sample, token)
 
+    def index_ends(self, token: int) -> None:
+        for member in self.members:
+            member.index_ends(token)
+
+    def has_indexed(self, token: int) -> bool:
+        return all(member.has_indexed(token) for member in self.members)
+
+    def count_all(self, samples: np.ndarray, token: int) -> int:
+        places = samples - self.progress.start
+        sources, numbers = self._source_index[places], self._sample_index[places]
+        return sum(
+            member.count_all(before + numbers[sources == source], token)
+            for source, (member, before) in enumerate(zip(self.members, self._before))
+        )
+
     def locate(self, i: int) -> tuple[int, int]:
         """The source of sample i, and the sample's number in that source's own stream."""
         if not self.progress.start <= i < len(self):

@@ -12,6 +12,7 @@ what the epochs hold, at least `num_samples`, or 0 if the part has no tokens.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ import numpy as np
 
 from fourfold.config.recipe import Rounding
 from fourfold.data import cache
-from fourfold.data.dataset import TokenDataset, blocks
+from fourfold.data.dataset import TokenDataset
+from fourfold.data.ends import Ends, find_ends, open_counts
 from fourfold.data.indices import (
     ORDERS,
     build_elastic_indices,
     build_indices,
+    document_index_dtype,
     plan_elastic,
     plan_indices,
     sample_index_dtype,
@@ -116,9 +119,25 @@ class Entries:
         self._opened[entry] = arrays
         return arrays
 
+    def parts(self, samples: np.ndarray) -> Iterator[tuple[int, cache.Arrays, np.ndarray]]:
+        """Entry by entry: its number, its indices, and the places there of some samples."""
+        entries = samples // self._per_entry
+        for entry in np.unique(entries).tolist():
+            arrays = self._opened.get(entry) or self._open(entry)
+            yield entry, arrays, samples[entries == entry] - entry * self._per_entry
+
+    def counts(self, entry: int, ends: Ends, token: int) -> np.ndarray:
+        """The end-of-text tokens of every row of an entry's sample index."""
+        indices = self._opened.get(entry) or self._open(entry)
+        return open_counts(self._places, self._keys[entry], indices, ends, token)
+
+    @property
+    def opened(self) -> list[int]:
+        return sorted(self._opened)
+
     def locations(self) -> list[Path]:
         """Where the entries opened so far are kept; without those that could not be."""
-        found = [cache.location(self._places, self._keys[entry]) for entry in sorted(self._opened)]
+        found = [cache.location(self._places, self._keys[entry]) for entry in self.opened]
         return [place for place in found if place is not None]
 
 
@@ -149,6 +168,8 @@ class Samples:
         self._num_samples = num_samples
         self._entries = entries
         self._first_documents = first_documents(sources)
+        self._ends: tuple[int, Ends] | None = None
+        self._counts: dict[int, np.ndarray] = {}
 
     @classmethod
     def open(
@@ -178,17 +199,20 @@ class Samples:
         fingerprint = cache.key_of(
             {**stream.inputs, "what": "sample indices", "num_samples": num_samples}
         )
-        sizes = all_sizes(sources)
+        sizes = functools.cache(lambda: all_sizes(sources))
         entries = Entries(
             places,
             [fingerprint],
             max(plan.num_samples, 1),
             {
-                "document_index": ((plan.epochs * plan.documents,), np.dtype(np.int32)),
-                "sample_index": ((plan.num_samples + 1, 2), sample_index_dtype(sizes)),
+                "document_index": (
+                    (plan.epochs * plan.documents,),
+                    document_index_dtype(stream.ranges),
+                ),
+                "sample_index": ((plan.num_samples + 1, 2), _offset_dtype(sources)),
                 "shuffle_index": ((plan.num_samples,), shuffle_index_dtype(plan)),
             },
-            lambda _: build_indices(stream.ranges, sizes, plan, seed, order),
+            lambda _: build_indices(stream.ranges, sizes(), plan, seed, order),
         )
         entries.prepare(0, plan.num_samples)
         return cls(sources, stream, plan.num_samples, plan.epochs, fingerprint, entries)
@@ -204,7 +228,8 @@ class Samples:
     ) -> Samples:
         plan = plan_elastic(stream.documents, stream.tokens_per_epoch, stream.seq_len)
         epochs = max(-(-num_samples // plan.samples_per_epoch), 1) if plan.samples_per_epoch else 0
-        together, sizes = plan.epochs_per_entry, all_sizes(sources)
+        together = plan.epochs_per_entry
+        sizes = functools.cache(lambda: all_sizes(sources))
         rows = plan.samples_per_epoch + 1
         entries = Entries(
             places,
@@ -218,15 +243,15 @@ class Samples:
             {
                 "document_index": (
                     (together * plan.passes * plan.documents,),
-                    np.dtype(np.int32),
+                    document_index_dtype(stream.ranges),
                 ),
-                "sample_index": ((together * rows, 2), sample_index_dtype(sizes)),
+                "sample_index": ((together * rows, 2), _offset_dtype(sources)),
                 "shuffle_index": (
                     (plan.samples_per_entry,),
                     np.dtype(np.uint32 if together * rows < 2**32 else np.int64),
                 ),
             },
-            lambda entry: build_elastic_indices(stream.ranges, sizes, plan, stream.seed, entry),
+            lambda entry: build_elastic_indices(stream.ranges, sizes(), plan, stream.seed, entry),
         )
         length = epochs * plan.samples_per_epoch
         entries.prepare(first_sample, min(num_samples, length))
@@ -257,6 +282,34 @@ class Samples:
         spans = list(self._spans(i))
         last = int(spans[-1][-1] == token)
         return sum(int(np.count_nonzero(span == token)) for span in spans) - last
+
+    def index_ends(self, token: int) -> None:
+        """Count `token` in every sample, or find it counted, so that `count_all` need not read.
+
+        Where another rank should have counted and left nothing, nothing is done.
+        """
+        ends = find_ends(self.sources, token)
+        if ends is not None:
+            self._ends, self._counts = (token, ends), {}
+            for entry in self._entries.opened:
+                self._counts[entry] = self._entries.counts(entry, ends, token)
+
+    def has_indexed(self, token: int) -> bool:
+        return self._ends is not None and self._ends[0] == token
+
+    def count_all(self, samples: np.ndarray, token: int) -> int:
+        """`count_inputs` of several samples, added up."""
+        if self._ends is None or self._ends[0] != token:
+            return sum(self.count_inputs(int(i), token) for i in samples)
+        total = 0
+        for entry, indices, places in self._entries.parts(samples):
+            if entry not in self._counts:
+                self._counts[entry] = self._entries.counts(entry, self._ends[1], token)
+            counts, rows = self._counts[entry], indices["shuffle_index"][places]
+            if len(rows) and int(rows.max()) >= len(counts):
+                raise self._damaged(int(samples[0]))
+            total += int(counts[rows].sum(dtype=np.int64))
+        return total
 
     def _spans(self, i: int) -> Iterator[np.ndarray]:
         """Views of the tokens of sample i, one per document it touches."""
@@ -310,13 +363,17 @@ def part_documents(
     for source, base in zip(sources, first_documents(sources)):
         first, last = document_ranges(split, len(source), rounding)[PARTS.index(part)]
         ranges.append((base + first, base + last))
-        tokens += sum(int(block.sum(dtype=np.int64)) for block in blocks(source.sizes[first:last]))
+        tokens += source.count_tokens(first, last)
     return ranges, tokens
 
 
 def first_documents(sources: Sequence[TokenDataset]) -> list[int]:
     """The number of each dataset's first document over all datasets, and their total."""
     return [0, *np.cumsum([len(source) for source in sources]).tolist()]
+
+
+def _offset_dtype(sources: Sequence[TokenDataset]) -> np.dtype:
+    return np.result_type(*(sample_index_dtype(source.sizes) for source in sources))
 
 
 def all_sizes(sources: Sequence[TokenDataset]) -> np.ndarray:

@@ -56,7 +56,7 @@ def parts_of(config: Config) -> dict[str, Part]:
     for name, value, split in _recipes(config):
         recipe = parse_recipe(value)
         parts[name] = Part(
-            sources=_sources(recipe, opened),
+            sources=_sources(recipe, opened, dataset.cache_dir),
             weighted=recipe.weights is not None,
             serving=Serving(
                 split=split,
@@ -96,7 +96,7 @@ def check_parts(config: Config, parts: dict[str, Part]) -> list[str]:
         datasets, vocab_size, config.Global.tokenizer, dataset.allow_tokenizer_mismatch
     )
     for one in datasets:
-        one.check_ids(vocab_size, dataset.cache_dir)
+        one.check_ids(vocab_size)
     return remarks
 
 
@@ -131,12 +131,16 @@ def _recipes(config: Config) -> Iterator[tuple[str, str | list[str], str | list[
             yield name, value, whole(name)
 
 
-def _sources(recipe: Recipe, opened: dict[str, list[TokenDataset]]) -> list[Source]:
+def _sources(
+    recipe: Recipe, opened: dict[str, list[TokenDataset]], cache_dir: str | None = None
+) -> list[Source]:
     """A weighted source per path; without weights, all paths together are one source."""
 
     def datasets_at(path: str) -> list[TokenDataset]:
         if path not in opened:
             opened[path] = open_datasets(path)
+            for dataset in opened[path]:
+                dataset.cache_dir = cache_dir
         return opened[path]
 
     if recipe.weights is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fourfold.config import Config
 from fourfold.config.recipe import Rounding
-from fourfold.data import Loader, Mixture, Samples, TokenDataset
+from fourfold.data import Loader, Mixture, Samples, TokenDataset, cache
 from fourfold.data.agreement import (
     check_checkpoint_tokenizer,
     find_end_of_text,
@@ -157,13 +157,26 @@ class Feeds:
             rank=rank,
             size=size,
             prefetch=dataset.prefetch,
+            vocab_size=self.config.Model.vocab_size,
         )
 
 
-def open_feeds(config: Config, layout: Layout, data_rank: int = 0) -> Feeds:
-    """Open and check the data, and size each part for the whole run as the originals do."""
+def open_feeds(config: Config, layout: Layout, data_rank: int = 0, checked: bool = False) -> Feeds:
+    """Open and check the data, and size each part for the whole run as the originals do.
+
+    With `checked` another rank of the same start has just done so, and nothing is read through
+    again.
+    """
+    with cache.trusting(checked):
+        return _open_feeds(config, layout, data_rank)
+
+
+def _open_feeds(config: Config, layout: Layout, data_rank: int) -> Feeds:
     parts = parts_of(config)
     notices, sources = check_parts(config, parts), all_datasets(parts)
+    if layout.world_size > 1 and not cache.is_trusted():
+        for source in sources:
+            source.keep_fingerprint()
     eos_token_id, origin = find_end_of_text(config, sources)
     notices.append(f"end-of-text id: {eos_token_id} ({origin})")
     feeds = Feeds(

@@ -53,7 +53,11 @@ class Engine:
         self.mesh = connect(self.layout, self.device, timeout)
         self.crew = Crew.of(self.mesh, timeout)
         # Rank 0 makes the index caches, the others then find them.
-        self.feeds = self.mesh.in_turn(lambda: open_feeds(config, self.layout, self.mesh.data_rank))
+        self.feeds = self.mesh.in_turn(
+            lambda: open_feeds(
+                config, self.layout, self.mesh.data_rank, checked=self.mesh.rank != 0
+            )
+        )
         self.claim = self.mesh.together(self._claim)
         self.runner = parallelize(config, self.mesh, self.device)
         self.optimizer = build_optimizer(config, self.runner.masters)

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.config.recipe import Rounding
-from fourfold.data.indices import build_indices, build_sample_index, plan_indices
+from fourfold.data.indices import (
+    build_document_index,
+    build_indices,
+    build_sample_index,
+    document_index_dtype,
+    plan_indices,
+)
 from fourfold.data.split import document_ranges
 from fourfold.errors import DataError
 
@@ -194,3 +200,14 @@ def test_a_part_without_tokens_has_no_samples() -> None:
 def test_absurd_repetition_is_refused_not_attempted() -> None:
     with pytest.raises(DataError, match="would repeat the 2 documents"):
         plan_indices(2, 3, 2048, 10**9)
+
+
+def test_documents_beyond_what_32_bits_number() -> None:
+    """A small part at the end of very many documents."""
+    ranges = [(0, 2), (2**31 + 5, 2**31 + 8)]
+    plan = plan_indices(5, 50, 4, 10)
+    assert document_index_dtype(ranges) == np.int64
+    assert document_index_dtype([(0, 2**31)]) == np.int32
+    for shuffled in (False, True):
+        built = build_document_index(ranges, plan, np.random.RandomState(1), shuffled)
+        assert sorted(built.tolist()) == [0, 1, 2**31 + 5, 2**31 + 6, 2**31 + 7]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_prepare import Numbers
 from token_files import write_megatron
 
-from fourfold.data import Batch, Loader, Samples, open_datasets
+from fourfold.data import Batch, Loader, Mixture, Samples, cache, ends, open_datasets
+from fourfold.data.mixture import Serving, Source
+from fourfold.data.prepare import prepare
 from fourfold.errors import DataError
 
 EOS = 0
@@ -94,6 +98,88 @@ def test_ranks_share_one_global_batch(samples: Samples, size: int) -> None:
         assert sum(float(part.loss_mask.sum()) for part in parts) == expected.global_valid_tokens
     for rank in ranks:
         rank.close()
+
+
+def write_mixed(tmp_path: Path) -> None:
+    """Documents with ends inside, at the end, or nowhere, and empty ones; and prepared data."""
+    rng = np.random.default_rng(11)
+    (tmp_path / "foreign").mkdir()
+    for name in ("a", "b"):
+        documents = [rng.integers(0, 6, rng.integers(0, 25)).tolist() for _ in range(60)]
+        write_megatron(tmp_path / "foreign" / name, documents)
+    texts = [" ".join(map(str, rng.integers(1, 90, rng.integers(0, 25)))) for _ in range(60)]
+    prepare(texts, tmp_path / "made", Numbers(eos_id=EOS))
+    prepare(texts, tmp_path / "bare", Numbers(eos_id=EOS), append_eod=False)
+
+
+def mixed_sources(tmp_path: Path) -> list[Source]:
+    weights = {"foreign": 2.0, "made": 1.0, "bare": 1.0}
+    return [Source(name, w, open_datasets(tmp_path / name)) for name, w in weights.items()]
+
+
+def reading_only(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a `Loader` may read `count` samples a batch, and count in none."""
+    left = count
+    read = Samples.read
+
+    def counted(self: Samples, i: int, out: np.ndarray) -> np.ndarray:
+        nonlocal left
+        left -= 1
+        assert left >= 0, "read more than its own samples"
+        return read(self, i, out)
+
+    monkeypatch.setattr(Samples, "read", counted)
+    monkeypatch.setattr(Samples, "count_inputs", lambda *_: pytest.fail("read another's sample"))
+
+
+@pytest.mark.parametrize("order", ["megatron", "fleetx", "elastic"])
+def test_a_rank_reads_its_own_samples_only(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mixed(tmp_path)
+    serving = Serving("8,1,1", "train", SEQ_LEN, 3, order, cache_dir=tmp_path / "cache")
+    mixture = Mixture.open(mixed_sources(tmp_path), serving, 600)
+    whole = Loader(mixture, GLOBAL_BATCH, EOS, prefetch=0)
+    expected = [whole.batch(step).global_valid_tokens for step in range(whole.num_batches)]
+    counted = [mixture.count_inputs(i, EOS) for i in range(GLOBAL_BATCH)]
+    assert expected[0] == GLOBAL_BATCH * SEQ_LEN - sum(counted)
+    assert len(set(expected)) > 5
+    ranks = [Loader(mixture, GLOBAL_BATCH, EOS, rank=r, size=4, prefetch=0) for r in range(4)]
+    # The others of a run open the same and find what the first one counted.
+    with cache.trusting(), monkeypatch.context() as patch:
+        patch.setattr(ends, "_count_rows", lambda *_: pytest.fail("counted again"))
+        patch.setattr(ends, "passing_blocks", lambda *_: pytest.fail("read again"))
+        again = Mixture.open(mixed_sources(tmp_path), serving, 600)
+        ranks[2] = Loader(again, GLOBAL_BATCH, EOS, rank=2, size=4, prefetch=0)
+    reading_only(4 * len(expected) * GLOBAL_BATCH // 4, monkeypatch)
+    for step, valid in enumerate(expected):
+        assert [rank.batch(step).global_valid_tokens for rank in ranks] == [valid] * 4
+
+
+def test_a_rank_that_finds_nothing_counted_reads(samples: Samples, tmp_path: Path) -> None:
+    expected = Loader(samples, GLOBAL_BATCH, EOS, prefetch=0).batch(0).global_valid_tokens
+    shutil.rmtree(tmp_path / ".fourfold_cache")
+    with cache.trusting():
+        loader = Loader(samples, GLOBAL_BATCH, EOS, rank=1, size=2, prefetch=0)
+    assert not samples.has_indexed(EOS)
+    assert loader.batch(0).global_valid_tokens == expected
+
+
+def test_data_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
+    """Of the size that was written, but another's: told by the samples that are read."""
+    prepare(["1 2 3 4 5 6 7"] * 40, tmp_path / "x", Numbers(eos_id=EOS))
+    tokens = np.memmap(tmp_path / "x.bin", np.uint16, "r+")
+    tokens[2:300:8] = EOS
+    tokens[301] = 500
+    tokens.flush()
+    samples = Samples.open(open_datasets(tmp_path / "x"), "1", "train", SEQ_LEN, 40, 1, "fleetx")
+    samples.sources[0].check_ids(100)
+    loader = Loader(samples, GLOBAL_BATCH, EOS, size=2, prefetch=0, vocab_size=501)
+    with pytest.raises(DataError, match=r"end-of-text tokens, and .* were counted; the data is"):
+        loader.batch(0)
+    loader = Loader(samples, len(samples), EOS, prefetch=0, vocab_size=100)
+    with pytest.raises(DataError, match=r"token id 500 in one of the samples .* data verify"):
+        loader.batch(0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 100])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_prepare import Numbers
 from token_files import (
     CODES,
     WRITERS,
@@ -19,7 +20,9 @@ from token_files import (
     write_megatron,
 )
 
-from fourfold.data import TokenDataset, npy, open_datasets
+from fourfold.data import TokenDataset, cache, npy, open_datasets
+from fourfold.data import dataset as dataset_module
+from fourfold.data.prepare import prepare
 from fourfold.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8, 9], [300]]
@@ -310,7 +313,7 @@ def test_id_check_is_remembered_until_the_file_changes(
     write_megatron(tmp_path / "x", DOCUMENTS, "int32")
     read(tmp_path / "x").check_ids(301)
     with monkeypatch.context() as patch:
-        patch.setattr(TokenDataset, "_id_range", property(lambda self: pytest.fail("read again")))
+        patch.setattr(TokenDataset, "_id_range", lambda *_: pytest.fail("read again"))
         read(tmp_path / "x").check_ids(301)
     for record in (tmp_path / ".fourfold_cache").glob("*.json"):
         record.write_text("[damaged")
@@ -318,6 +321,82 @@ def test_id_check_is_remembered_until_the_file_changes(
     write_megatron(tmp_path / "x", [[5, 6, 7], [], [8, 9], [400]], "int32")
     with pytest.raises(DataError, match="token id 400"):
         read(tmp_path / "x").check_ids(301)
+
+
+def test_an_interrupted_id_check_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [[number % 300 for number in range(100)]] * 50
+    write_megatron(tmp_path / "x", ids, "int32")
+    monkeypatch.setattr(dataset_module, "BLOCK", 100)
+    monkeypatch.setattr(dataset_module, "KEEP_SECONDS", 0.0)
+    alive: list[int] = []
+
+    def killed() -> None:
+        alive.append(1)
+        if len(alive) == 30:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fourfold.heartbeat.alive", killed)
+        with pytest.raises(KeyboardInterrupt):
+            read(tmp_path / "x").check_ids(301)
+    begun: list[int] = []
+    id_range = TokenDataset._id_range
+
+    def seen(self: TokenDataset, begin: int = 0, *rest: object) -> tuple[int, int]:
+        begun.append(begin)
+        return id_range(self, begin, *rest)
+
+    monkeypatch.setattr(TokenDataset, "_id_range", seen)
+    with pytest.raises(DataError, match="token id 99 is outside"):
+        read(tmp_path / "x").check_ids(50)
+    assert 0 < begun[0] < 5000
+    with pytest.raises(DataError, match="token id 99 is outside"):
+        read(tmp_path / "x").check_ids(50)
+    assert len(begun) == 1, "the result was kept"
+
+
+def test_ids_of_prepared_data_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest vouches for them, as long as it fits the files and the vocabulary."""
+    prepare(["1 2 3", "4 5"], tmp_path / "x", Numbers(vocab_size=100))
+    manifest = json.loads((tmp_path / "x.json").read_text())
+    looked: list[TokenDataset] = []
+    look = TokenDataset._cached_id_range
+
+    def recorded(self: TokenDataset) -> tuple[int, int]:
+        looked.append(self)
+        return look(self)
+
+    monkeypatch.setattr(TokenDataset, "_cached_id_range", recorded)
+    read(tmp_path / "x").check_ids(100)
+    with cache.trusting():
+        read(tmp_path / "x").check_ids(50)
+    assert not looked
+    with pytest.raises(DataError, match="token id 99 is outside the vocabulary of 50"):
+        read(tmp_path / "x").check_ids(50)
+    changes = [{"bytes": {"bin": 3}}, {"tokens": 6}, {"sha256": None}, {"tokenizer": None}]
+    for change in changes:
+        (tmp_path / "x.json").write_text(json.dumps(manifest | change))
+        read(tmp_path / "x").check_ids(100)
+    assert len(looked) == 1 + len(changes)
+
+
+def test_a_rank_that_trusts_reads_no_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_megatron(tmp_path / "x", DOCUMENTS)
+    first = read(tmp_path / "x")
+    first.keep_fingerprint()
+    with cache.trusting(), monkeypatch.context() as patch:
+        patch.setattr("fourfold.data.megatron._check_sequences", lambda *_: pytest.fail("read"))
+        patch.setattr(TokenDataset, "_hashed", lambda *_: pytest.fail("read"))
+        second = read(tmp_path / "x")
+        assert second.fingerprint == first.fingerprint
+        assert [second.tokens(d).tolist() for d in range(len(second))] == DOCUMENTS
+    (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-2])
+    with cache.trusting():
+        refused(tmp_path / "x", "x.bin")
 
 
 def test_manifest_beside_the_data(tmp_path: Path) -> None:
