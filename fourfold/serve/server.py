@@ -75,13 +75,12 @@ def make_service(
     on_notice: Notice,
 ) -> Service:
     module = GenerationModule(config, on_notice)
-    given = config.Generation
-    for name, is_given, field in (
-        ("num_return_sequences", given.num_return_sequences != 1, "n"),
-        ("seed", given.seed is not None, "seed"),
+    for key, is_given, field in (
+        ("num_return_sequences", config.Generation.num_return_sequences != 1, "n"),
+        ("seed", config.Generation.seed is not None, "seed"),
     ):
         if is_given:
-            on_notice(f"Generation.{name} has no effect here; a request asks for its own, {field}")
+            on_notice(f"Generation.{key} has no effect here; a request asks for its own, {field}")
     metrics = Metrics()
     terms = Terms(
         tokenizer=module.tokenizer,

@@ -89,7 +89,9 @@ def test_several_processes_are_refused(config: Path, monkeypatch: pytest.MonkeyP
 def test_what_a_request_decides_has_no_effect_in_the_file(config: Path) -> None:
     overrides = ["Generation.num_return_sequences=3", "Generation.seed=7"]
     notices: list[str] = []
-    make_service(load(config, *overrides), "untrained", None, 1, Limits(), notices.append)
+    loaded = load(config, *overrides)
+    service = make_service(loaded, "a-model", None, 1, Limits(), notices.append)
+    assert service.name == "a-model"
     said = [notice for notice in notices if "no effect" in notice]
     assert [notice.split(" ")[0] for notice in said] == [
         "Generation.num_return_sequences",

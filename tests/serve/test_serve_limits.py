@@ -296,7 +296,7 @@ def test_slow_heads_and_bodies_are_cut_off(config: Path) -> None:
 
 
 def test_a_token_opens_all_but_the_page_and_health(config: Path) -> None:
-    with serving(config, token=TOKEN) as served:
+    with serving(config, token=TOKEN, limits=Limits(guess_seconds=0.01)) as served:
         paths = ["/", "/health", "/metrics", "/v1/models", "/v1/completions", "/nothing"]
         for given in (None, "", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer é"):
             headers = [] if given is None else [(b"authorization", given.encode())]
