@@ -188,9 +188,10 @@ class Verified:
         self.directory = Path(directory)
         self._place = Place(self.directory)
         try:
-            self._manifest = self._place.steady(lambda: read_manifest(self.directory))
+            self._manifest = self._place.steady(lambda: read_manifest(self.directory, prefix))
             self._place.steady(lambda: check_files(self.directory, self._manifest, prefix))
-            self.state = self._place.steady(lambda: _read_state(self.directory))
+            record = self._manifest.files[STATE], self._manifest.hash
+            self.state = self._place.steady(lambda: _read_state(self.directory, *record))
         except BaseException:
             self.close()
             raise
