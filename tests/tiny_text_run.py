@@ -42,7 +42,7 @@ def sentences(count: int, seed: int) -> list[str]:
     ]
 
 
-def make_run(directory: Path, num_layers: int = 2) -> TextRun:
+def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320) -> TextRun:
     run = TextRun(directory)
     texts = sentences(200, seed=1)
     train(texts, VOCAB).save(directory / "tokenizer.json")
@@ -72,7 +72,7 @@ def make_run(directory: Path, num_layers: int = 2) -> TextRun:
                     },
                 },
                 "Model": {
-                    "vocab_size": 320,
+                    "vocab_size": vocab_size,
                     "hidden_size": 32,
                     "num_layers": num_layers,
                     "num_attention_heads": 2,

@@ -177,9 +177,12 @@ class Logits(_Style):
 
 def _all_columns(logits: Tensor, ranges: list[tuple[int, int]], group: ProcessGroup) -> Tensor:
     """(B, T, own V) of every rank -> (B, T, V). For generation: no gradient goes through it."""
-    pieces = [logits.new_empty((*logits.shape[:-1], stop - start)) for start, stop in ranges]
-    dist.all_gather(pieces, logits.detach().contiguous(), group=group)
-    return torch.cat(pieces, dim=-1)
+    widths = [stop - start for start, stop in ranges]
+    # Gathered pieces must be of one size, and the rows of a vocabulary need not divide.
+    own = F.pad(logits.detach(), (0, max(widths) - logits.shape[-1])).contiguous()
+    pieces = [torch.empty_like(own) for _ in ranges]
+    dist.all_gather(pieces, own, group=group)
+    return torch.cat([piece[..., :width] for piece, width in zip(pieces, widths)], dim=-1)
 
 
 class VocabularyRows(Vocabulary):

@@ -57,7 +57,8 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
-    return make_run(tmp_path_factory.mktemp("text"), num_layers=4)
+    # A vocabulary that two ranks cannot divide.
+    return make_run(tmp_path_factory.mktemp("text"), num_layers=4, vocab_size=321)
 
 
 def texts_of(
