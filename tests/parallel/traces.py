@@ -17,6 +17,7 @@ from fourfold.config import Config, load_config
 from fourfold.config.pace import Pace
 from fourfold.engine import Engine, saving
 from fourfold.metrics import Meter, Sinks
+from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.pieces import local
 from fourfold.signals import StopRequest
 
@@ -145,6 +146,8 @@ def _run(config: Config, world: int) -> Trace:
     share = float(engine.runner.evaluate(engine.feeds.loaders["valid"].batch(0)))
     (trace.evaluation,) = engine.mesh.total(share)
     trace.weights = _rectangles(engine, gradients=False)
+    check_replicas(engine.runner, "at the end")
+    saving.finish(engine)
     engine.feeds.close()
     engine.mesh.close()
     return trace
