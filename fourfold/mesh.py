@@ -2,13 +2,19 @@
 
 The rank order is the documents': data outermost, then pipeline, sharding, and model innermost.
 A run of one process has a mesh too, whose groups are all None and whose sums are what was given.
+
+Every collective gives up after `timeout_seconds`. Where one rank may be busy for longer (it builds
+an index, or reads a checkpoint) the ranks first meet through the store they found each other by,
+and wait for whoever is missing as long as it makes progress.
 """
 
 from __future__ import annotations
 
 import os
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -18,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from fourfold.errors import UserError
+from fourfold import heartbeat
+from fourfold.errors import RunError, UserError
 from fourfold.waiting import communicating
 
 AXES = ("dp", "pp", "sharding", "mp")
@@ -50,6 +57,17 @@ class Layout:
     def data_degree(self) -> int:
         """How many ways the global batch is cut: data and sharding ranks read different samples."""
         return self.dp * self.sharding
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes that are on, outermost first."""
+        return [axis for axis, degree in zip(AXES, self.degrees) if degree > 1]
+
+    def columns(self, axis: str) -> list[list[int]]:
+        """Every set of ranks that differ on `axis` alone."""
+        ranks = torch.arange(self.world_size).view(self.degrees)
+        rows = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.degrees[AXES.index(axis)])
+        return rows.tolist()
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of `rank` on each axis."""
@@ -99,9 +117,35 @@ def select_device(wanted: str) -> torch.device:
             f"Global.device={wanted} but this machine has no usable GPU; "
             "set Global.device to auto or cpu"
         )
-    device = torch.device("cuda", _environment_int("LOCAL_RANK", 0))
+    device = torch.device("cuda", _device_index(torch.cuda.device_count()))
     torch.cuda.set_device(device)
+    # DeviceMesh would choose by LOCAL_RANK itself if it found CUDA unused.
+    torch.cuda.init()
     return device
+
+
+def _device_index(visible: int) -> int:
+    """Which of the GPUs this process sees is its own."""
+    local_rank = _environment_int("LOCAL_RANK", 0)
+    if local_rank < visible:
+        return local_rank
+    # Our launcher and torchrun show every process the same GPUs. Others may show each only its own
+    # (srun --gpus-per-task=1); that no two are the same is checked when they meet.
+    shows_all = "FOURFOLD_STORE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if visible == 1 and not shows_all:
+        return 0
+    raise UserError(
+        f"process {local_rank + 1} of this machine finds {visible} GPU(s), and each process needs "
+        "one of its own; start fewer processes, make more GPUs visible to them, or set "
+        "Global.device=cpu"
+    )
+
+
+def _gpu_identity(device: torch.device) -> int:
+    """A number for the GPU of this process, the same in every process that uses it; 0 for none."""
+    if device.type == "cpu":
+        return 0
+    return 1 + zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
 
 
 def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0) -> Mesh:
@@ -110,30 +154,45 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
     if layout.world_size == 1:
         return Mesh(layout)
     # The host's own messages go through gloo; a GPU's tensors through nccl.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    on_cpu = device.type == "cpu"
+    store = _store(layout.world_size, timeout_seconds)
     dist.init_process_group(
-        backend,
-        store=_store(layout.world_size, timeout_seconds),
+        "gloo" if on_cpu else "cpu:gloo,cuda:nccl",
+        store=store,
         rank=rank,
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_seconds),
+        device_id=None if on_cpu else device,
     )
-    _check_alike(layout)
-    return Mesh(layout, rank, device.type)
+    if problem := _difference(layout, device):
+        dist.destroy_process_group()
+        raise UserError(problem)
+    meetings = Meetings(store, rank, layout.world_size, timeout_seconds)
+    return Mesh(layout, rank, device.type, timeout_seconds, meetings)
 
 
-def _check_alike(layout: Layout) -> None:
-    """Refuse ranks of different layouts, which would wait for each other in different groups."""
-    mine = torch.tensor(astuple(layout))
+def _difference(layout: Layout, device: torch.device) -> str | None:
+    """What keeps these ranks from working together, the same on each: different layouts, which
+    would wait for each other in different groups, or one GPU for two ranks."""
+    mine = torch.tensor([*astuple(layout), _gpu_identity(device)])
     theirs = [torch.empty_like(mine) for _ in range(layout.world_size)]
     dist.all_gather(theirs, mine)
-    others = {rank: Layout(*row.tolist()) for rank, row in enumerate(theirs)}
+    others = {rank: Layout(*row.tolist()[:-1]) for rank, row in enumerate(theirs)}
     if odd := [rank for rank, other in others.items() if other != others[0]]:
-        dist.destroy_process_group()
-        raise UserError(
+        return (
             f"rank {odd[0]} has the layout {others[odd[0]]} and rank 0 has {others[0]}; give every "
             "machine the same configuration and, where the layout is chosen, the same cluster.yaml"
         )
+    first_with: dict[int, int] = {}
+    for rank, row in enumerate(theirs):
+        gpu = int(row[-1])
+        first = first_with.setdefault(gpu, rank)
+        if gpu and first != rank:
+            return (
+                f"ranks {first} and {rank} have the same GPU, and each needs one of its own; give "
+                "every process another one (srun --gpus-per-task=1), or all GPUs to all of them"
+            )
+    return None
 
 
 @contextmanager
@@ -169,19 +228,118 @@ def _store(size: int, timeout_seconds: float) -> Store:
     return PrefixStore(f"fourfold/attempt{attempt}", store)
 
 
+class Meetings:
+    """Where ranks wait for each other for as long as any of them makes progress.
+
+    They tell of it by their signs of life; the ranks that wait give none. A rank that is lost, or
+    hangs, is noticed when nothing has been heard for `timeout_seconds`.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
+        self._store = PrefixStore("meetings", store)
+        self._rank = rank
+        self._size = size
+        self._timeout_seconds = timeout_seconds
+        self._look_seconds = min(10.0, timeout_seconds / 8)
+        self._number = 0
+        heartbeat.relay(self._tell_of_progress, self._look_seconds)
+
+    def meet(self) -> None:
+        """Return when every rank is here."""
+        self._number += 1
+        self._store.set(self._key(self._rank), "here")
+        if self._store.add(self._key("arrived"), 1) == self._size:
+            self._store.set(self._key("all"), "here")
+        else:
+            self._wait()
+        # All are here, so all have left the meeting before.
+        with suppress(RuntimeError):
+            for what in (self._rank, *(("arrived", "all") if self._rank == 0 else ())):
+                self._store.delete_key(self._key(what, self._number - 1))
+
+    def _wait(self) -> None:
+        heard, heard_at = self._progress(), time.monotonic()
+        while True:
+            try:
+                self._store.wait([self._key("all")], timedelta(seconds=self._look_seconds))
+                return
+            except RuntimeError:
+                # Not yet; or the store is gone, which the next question to it raises.
+                before, heard = heard, self._progress()
+            if heard != before:
+                heard_at = time.monotonic()
+            elif time.monotonic() - heard_at > self._timeout_seconds:
+                raise RunError(
+                    f"rank {self._rank} timed out waiting for rank {self._missing()}: no sign of "
+                    f"life for {self._timeout_seconds:g} s"
+                )
+
+    def _missing(self) -> str:
+        keys = {rank: self._key(rank) for rank in range(self._size)}
+        return ", ".join(str(rank) for rank, key in keys.items() if not self._store.check([key]))
+
+    def _progress(self) -> int:
+        return self._store.add("progress", 0)
+
+    def _tell_of_progress(self) -> None:
+        # A store that is gone took the others along; that is not for a sign of life to tell.
+        with suppress(RuntimeError):
+            self._store.add("progress", 1)
+
+    def _key(self, what: str | int, number: int | None = None) -> str:
+        return f"{self._number if number is None else number}/{what}"
+
+
 class Mesh:
     """This process among the others: places, groups, and the few things all must agree on."""
 
-    def __init__(self, layout: Layout, rank: int = 0, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int = 0,
+        device_type: str = "cpu",
+        timeout_seconds: float = 600.0,
+        meetings: Meetings | None = None,
+    ) -> None:
         self.layout = layout
         self.rank = rank
         self.place = layout.coordinates(rank)
         self.device_mesh: DeviceMesh | None = None
         self.ends_group: ProcessGroup | None = None
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._meetings = meetings
         if layout.world_size > 1:
-            self.device_mesh = init_device_mesh(device_type, layout.degrees, mesh_dim_names=AXES)
+            self.device_mesh = self._join_axes(device_type)
         if layout.pp > 1:
             self.ends_group = self._join_ends()
+
+    def _join_axes(self, device_type: str) -> DeviceMesh:
+        """The axes that are on. Torch's `init_device_mesh` would make every group of every axis,
+        the others' and those of one rank too, and not hand the timeout on."""
+        axes = self.layout.axes
+        if len(axes) == 1:
+            return DeviceMesh.from_group(_world(), device_type, mesh_dim_names=(axes[0],))
+        groups = [self._join(self.layout.columns(axis)) for axis in axes]
+        ranks = torch.arange(self.size).view([self.degree(axis) for axis in axes])
+        return DeviceMesh.from_group(
+            [group for group in groups if group is not None],
+            device_type,
+            mesh=ranks,
+            mesh_dim_names=tuple(axes),
+        )
+
+    def _join(self, columns: list[list[int]]) -> ProcessGroup | None:
+        """The group of this rank's column, if it is in one; every process comes here."""
+        world = _world()
+        if world.bound_device_id is not None:
+            backend = world._get_backend(world.bound_device_id)
+            if backend.supports_splitting:
+                # One call for all columns, in which every process takes part.
+                return dist.split_group(split_ranks=columns, timeout=self._timeout)
+        own = next((column for column in columns if self.rank in column), None)
+        if own is None:
+            return None
+        return dist.new_group(own, timeout=self._timeout, use_local_synchronization=True)
 
     @property
     def size(self) -> int:
@@ -214,18 +372,10 @@ class Mesh:
         return self.device_mesh[axes]
 
     def _join_ends(self) -> ProcessGroup | None:
-        """The first and the last pipeline rank of this rank's column, if it is one of them.
-
-        Every process takes part in the making of every group, in the same order.
-        """
-        own = None
-        last = (self.layout.pp - 1) * self.layout.sharding * self.layout.mp
-        for first in range(self.size):
-            if self.layout.coordinates(first)["pp"] == 0:
-                pair = [first, first + last]
-                group = dist.new_group(pair)
-                own = group if self.rank in pair else own
-        return own
+        """The first and the last pipeline rank of this rank's column, if it is one of them."""
+        if self.layout.pp == 2:
+            return self.group("pp")
+        return self._join([[column[0], column[-1]] for column in self.layout.columns("pp")])
 
     # -- what all ranks must see alike ------------------------------------------------------
 
@@ -250,10 +400,13 @@ class Mesh:
     def agree(self, text: str | None) -> str | None:
         """The text of the first rank that gives one, on every rank, or None if none does.
 
-        Plain bytes travel, nothing is unpickled.
+        Plain bytes travel, nothing is unpickled. However long some rank was busy before, the
+        others wait for it, as long as it makes progress.
         """
         if self.size == 1:
             return text
+        if self._meetings is not None:
+            self._meetings.meet()
         own = b"" if text is None else b"+" + text.encode()
         lengths = [int(row[0]) for row in self.everyone(len(own))]
         speaker = next((rank for rank, length in enumerate(lengths) if length > 0), None)
@@ -301,7 +454,14 @@ class Mesh:
     def close(self) -> None:
         """Leave the others. After a failure this is not called: it would wait for the lost."""
         if self.size > 1 and dist.is_initialized():
+            heartbeat.relay(None)
             dist.destroy_process_group()
+
+
+def _world() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def sum_over(group: ProcessGroup | None, tensors: Sequence[torch.Tensor]) -> None:
