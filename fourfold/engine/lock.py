@@ -121,11 +121,11 @@ def _lock(path: Path) -> Claim | None:
             raise
         file.close()
     token, owner = _introduction()
-    # On a full disk the lock is held all the same.
+    # On a full disk the lock is held all the same. Past the file's own buffer, which would try
+    # again when it is closed.
     with suppress(OSError):
-        file.truncate(0)
-        file.write(owner)
-        file.flush()
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), owner.encode())
     return Claim(path, file, token)
 
 
