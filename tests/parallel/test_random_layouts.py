@@ -220,17 +220,27 @@ def check_training(workshop: Workshop, case: Case) -> None:
     for trace in traces:
         assert trace.losses == traces[0].losses, "all ranks must know the same loss"
         assert trace.norms == traces[0].norms, "all ranks must know the same norm"
+    weights = deviation(whole(t.weights for t in traces), whole([reference.weights]))
     row = Row(
         case.layout,
         case.world,
         loss=relative(traces[0].losses, reference.losses),
         gradient=deviation(whole(t.gradients for t in traces), whole([reference.gradients])),
         norm=relative(traces[0].norms, reference.norms),
-        weights=deviation(whole(t.weights for t in traces), whole([reference.weights])),
+        weights=weights / slack(case),
         evaluation=relative([traces[0].evaluation], [reference.evaluation]),
         bounds=case.tolerances,
     )
     assert row.holds(), row
+
+
+def slack(case: Case) -> float:
+    """How much further than gradients the weights may be apart.
+
+    Adam makes a whole step of a gradient that is nothing but rounding, and in low precision, over
+    more layers than the table's, such steps add up. A wrong sum shows in gradients and norms.
+    """
+    return 5.0 if case.dtype in ("bfloat16", "float16") else 1.0
 
 
 def check_going_on(workshop: Workshop, first: Case, other: Case) -> None:
@@ -239,7 +249,8 @@ def check_going_on(workshop: Workshop, first: Case, other: Case) -> None:
     assert relative(traces[0].losses, reference.losses[SAVED_STEP:]) < scalars, "losses go on"
     assert relative(traces[0].norms, reference.norms[SAVED_STEP:]) < scalars, "norms go on"
     weights = whole(trace.weights for trace in traces)
-    assert deviation(weights, whole([reference.weights])) < tensors, "weights go on"
+    apart = deviation(weights, whole([reference.weights]))
+    assert apart < tensors * slack(other), "weights go on"
 
 
 def check_writing(workshop: Workshop, one: Draw) -> None:
