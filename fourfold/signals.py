@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -134,6 +135,12 @@ class SupervisorSignals(StopSignals):
         """Sleep until a signal comes, for at most `seconds`."""
         if select.select([self._awake], [], [], seconds)[0]:
             self._awake.recv(4096)
+
+    def wait_out(self, seconds: float) -> None:
+        """Sleep for `seconds`, unless a stop is asked for."""
+        deadline = time.monotonic() + seconds
+        while self.received is None and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
 
     def _listened(self) -> list[signal.Signals]:
         return [*super()._listened(), STACKS_SIGNAL, signal.SIGCHLD]

@@ -18,18 +18,23 @@ if TYPE_CHECKING:
     from fourfold.engine.expectation import Expectation
 
 Processes = Annotated[
-    int | None, typer.Option(min=1, help="Start so many processes on this machine.")
+    int | None, typer.Option(min=1, help="Number of processes to start on this machine.")
 ]
 Restarts = Annotated[
     int | None,
-    typer.Option(min=0, help="Start again so often from the last checkpoint after a failure."),
+    typer.Option(
+        min=0,
+        help="Number of restarts after failures, counted anew after each new checkpoint.",
+    ),
 ]
 HangSeconds = Annotated[
     float | None,
-    typer.Option(help="With --nproc: give up when no process makes progress for so long."),
+    typer.Option(
+        help="With --nproc: seconds without a sign of life from any process that make a hang."
+    ),
 ]
 NumNodes = Annotated[
-    int | None, typer.Option(min=1, help="Of several machines: how many; runs torchrun.")
+    int | None, typer.Option(min=1, help="Number of machines; runs torchrun on this one.")
 ]
 NodeRank = Annotated[int | None, typer.Option(min=0, help="Which machine this is, from 0.")]
 Master = Annotated[
@@ -176,9 +181,22 @@ def fit_in_processes(
             output_dir / "logs",
             max_restarts=max_restarts,
             hang_seconds=hang_seconds,
+            stop_seconds=hang_seconds,
+            saved_step=lambda: _saved_step(output_dir),
         )
     finally:
         held.release()
+
+
+def _saved_step(output_dir: Path) -> int | None:
+    """The step that a run in this directory would go on from."""
+    from fourfold import checkpoint
+
+    try:
+        found = checkpoint.candidates(output_dir)
+    except OSError:
+        return None  # a disk that does not answer; the ranks will say more
+    return int(found[0].name.removeprefix("step_").removesuffix(".old")) if found else None
 
 
 def _train_on_nodes(

@@ -99,13 +99,13 @@ class Engine:
             watch = self._open_instruments(closing)
             with StopRequest(self.output_dir, watches_file=self.mesh.rank == 0) as stop:
                 stopped = self._train(watch, stop, save)
-            watch.compare(self.step)
-            if not stopped:
-                with watch.meter.timed("evaluate"):
-                    self._evaluate(watch.sinks, "test", self.config.Engine.test_iters)
-                watch.sinks.notice("The training process is complete.")
-            if self.mesh.rank == 0 and save:
-                self._draw(watch.sinks)
+                watch.compare(self.step)
+                if not stopped:
+                    with watch.meter.timed("evaluate"):
+                        self._evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
+                    watch.sinks.notice("The training process is complete.")
+                if self.mesh.rank == 0 and save:
+                    self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
 
@@ -126,9 +126,9 @@ class Engine:
                 raise self.guard.failure(self.step, saving.save(self, meter))
             if _due(self.step, engine.check_replicas_freq):
                 check_replicas(self.runner, f"step {self.step}")
-            if _due(self.step, engine.eval_freq):
+            if _due(self.step, engine.eval_freq) and not stopping:
                 with meter.timed("evaluate"):
-                    self._evaluate(sinks, "eval", engine.eval_iters)
+                    stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
             last = self.step == engine.max_steps
             if save and (_due(self.step, engine.save_load.save_steps) or last or stopping):
                 saving.save(self, meter)
@@ -176,11 +176,16 @@ class Engine:
         return self.pace.samples_of(self.step - 1)
 
     @uncounted()
-    def _evaluate(self, sinks: Sinks, part: Literal["eval", "test"], iterations: int) -> None:
-        """Mean loss over `iterations` batches; each evaluation of a run reads new ones."""
+    def _evaluate(
+        self, sinks: Sinks, part: Literal["eval", "test"], iterations: int, stop: StopRequest
+    ) -> bool:
+        """Mean loss over `iterations` batches; each evaluation of a run reads new ones.
+
+        Whether any rank was asked to stop meanwhile; what was evaluated until then is no result.
+        """
         split = "valid" if part == "eval" else "test"
         if not len(self.feeds.samples.get(split, ())) or iterations == 0:
-            return
+            return False
         first = 0
         if part == "eval":
             first = (self.step // self.config.Engine.eval_freq - 1) * iterations
@@ -188,9 +193,13 @@ class Engine:
         total = tokens = 0.0
         for batch in map(loader.batch, range(first, first + iterations)):
             heartbeat.beat(self.step, "evaluate")
-            total += float(self.runner.evaluate(batch)) * batch.global_valid_tokens
+            share = float(self.runner.evaluate(batch))
+            loss, stops = self.mesh.total(share, stop.reason() is not None)
+            if stops:
+                sinks.notice(f"the {part} after step {self.step} was cut short by a stop")
+                return True
+            total += loss * batch.global_valid_tokens
             tokens += batch.global_valid_tokens
-        (total,) = self.mesh.total(total)
         sinks.evaluation(
             part,
             step=self.step,
@@ -200,6 +209,7 @@ class Engine:
             seconds=time.perf_counter() - start,
             batches=iterations,
         )
+        return False
 
     def _draw(self, sinks: Sinks) -> None:
         try:

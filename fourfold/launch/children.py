@@ -9,6 +9,7 @@ signals to the group cannot go astray.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -48,7 +49,7 @@ class Children:
         self.running: dict[int, int] = {}  # rank to process id
         self._disturbed = False
         adopt_orphans(True)
-        self._keeper, self._lifeline = _start_keeper()
+        self._keeper, self._lifeline = _start_keeper(store.parent)
         try:
             for rank, log in enumerate(self.logs):
                 place = Place(rank, nproc, attempt, store, log, self.board, os.getpid())
@@ -144,25 +145,27 @@ class Children:
         )
 
 
-def _start_keeper() -> tuple[int, int]:
+def _start_keeper(leavings: Path) -> tuple[int, int]:
     """The leader of a new process group, and our end of the pipe it watches."""
     theirs, ours = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _keep(theirs, ours)
+        _keep(theirs, ours, leavings)
     os.close(theirs)
     with suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)
     return pid, ours
 
 
-def _keep(theirs: int, ours: int) -> NoReturn:
+def _keep(theirs: int, ours: int, leavings: Path) -> NoReturn:
     try:
         os.setpgid(0, 0)
         for number in (*STOP_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
         os.close(ours)
         os.read(theirs, 1)
+        # The supervisor is gone, and would have removed the place where its ranks met.
+        shutil.rmtree(leavings, ignore_errors=True)
         os.kill(0, signal.SIGKILL)
     finally:
         os._exit(1)

@@ -76,7 +76,7 @@ def launch(job: Job) -> int:
         job.log_dir,
         max_restarts=job.max_restart,
         # A script of anyone's gives no signs of life. One whose processes wait for each other in
-        # vain ends by the timeout of what they wait in.
+        # vain ends by the timeout of what they wait in; one that ignores a stop is ended.
         hang_seconds=math.inf,
         log_name=LOG_NAME,
     )

@@ -7,11 +7,13 @@ something fails, so does the error of the rank that failed first.
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from fourfold.errors import USER_ERROR_EXIT, say
@@ -22,6 +24,7 @@ from fourfold.signals import STACKS_SIGNAL, SupervisorSignals
 
 POLL_SECONDS = 0.1
 TERMINATE_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 60.0
 
 FAILED = 1
 
@@ -35,7 +38,10 @@ def supervise(
     *,
     max_restarts: int = 0,
     hang_seconds: float = 600.0,
+    stop_seconds: float = 600.0,
     grace_seconds: float = 10.0,
+    first_pause_seconds: float = 1.0,
+    saved_step: Callable[[], int | None] | None = None,
     log_name: str = LOG_NAME,
     echo: Echo | None = None,
     tell: Echo | None = None,
@@ -43,29 +49,74 @@ def supervise(
     """Run `work` in `nproc` forked ranks until all have ended; the exit code for the command.
 
     0 when all ranks ended well, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
-    did not survive, else 1. `log_name` says where below `log_dir` a rank writes. `echo` gets the
-    lines of rank 0, by default for standard output, and `tell` what the supervisor says, for
-    standard error.
+    did not survive, else 1. `saved_step` tells the step of the last checkpoint, if there is one:
+    where the run goes on, and whether it got any further. `log_name` says where below `log_dir` a
+    rank writes. `echo` gets the lines of rank 0, by default for standard output, and `tell` what
+    the supervisor says, for standard error.
     """
     assert nproc >= 1 and max_restarts >= 0
     echo = echo or partial(say, stream=sys.stdout)
     tell = tell or partial(say, stream=sys.stderr)
+    restarts = Restarts(max_restarts, first_pause_seconds, saved_step)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, SupervisorSignals() as signals:
-        for attempt in range(max_restarts + 1):
+        for attempt in count():
             store = Path(stores) / f"store_{attempt}"
             with Children(work, nproc, attempt, log_dir, store, log_name) as children:
-                watch = Watch(children, signals, echo, tell, hang_seconds, grace_seconds)
-                code = watch.run()
+                limits = (hang_seconds, stop_seconds, grace_seconds)
+                code = Watch(children, signals, echo, tell, *limits).run()
             if children.running:
                 tell(f"fourfold: processes {[*children.running.values()]} cannot be killed")
                 return FAILED
-            if code != FAILED or signals.received or attempt == max_restarts:
-                break
-            tell(
-                f"fourfold: starting all ranks again from the last checkpoint "
-                f"(restart {attempt + 1} of {max_restarts})"
-            )
-    return code
+            if code != FAILED or signals.received or not restarts.another(tell):
+                return code
+            signals.wait_out(restarts.pause_seconds)
+            if signals.received:
+                return tell_of_stop(signals.received, tell)
+    raise AssertionError("count() has no end")
+
+
+class Restarts:
+    """How often, from where and how soon a run that failed is started again.
+
+    Only restarts since the last new checkpoint count: a run that gets further between its failures
+    may have any number of them. The pauses double, for what ails a machine may take a minute to
+    mend.
+    """
+
+    def __init__(
+        self, most: int, first_pause_seconds: float, saved_step: Callable[[], int | None] | None
+    ) -> None:
+        self.most = most
+        self.used = 0
+        self._first_pause_seconds = first_pause_seconds
+        self._saved_step = saved_step
+        self._step = saved_step() if saved_step else None
+
+    @property
+    def pause_seconds(self) -> float:
+        doubled = 2.0 ** min(self.used - 1, 16)
+        return min(self._first_pause_seconds * doubled, LONGEST_PAUSE_SECONDS)
+
+    def another(self, tell: Echo) -> bool:
+        """Whether there is to be one more; if so, it is announced."""
+        step = self._saved_step() if self._saved_step else None
+        if step != self._step:
+            self.used, self._step = 0, step
+        if self.used == self.most:
+            return False
+        self.used += 1
+        where = "the beginning" if step is None else f"step {step}"
+        tell(
+            f"fourfold: starting all ranks again{f' from {where}' if self._saved_step else ''} in "
+            f"{self.pause_seconds:g} s (restart {self.used} of {self.most})"
+        )
+        return True
+
+
+def tell_of_stop(number: signal.Signals, tell: Echo) -> int:
+    """The end of a run that was asked to stop and could not do so well; its exit code."""
+    tell(f"fourfold: ended by {number.name}; what was saved before is good")
+    return 128 + number
 
 
 class Watch:
@@ -78,12 +129,14 @@ class Watch:
         echo: Echo,
         tell: Echo,
         hang_seconds: float,
+        stop_seconds: float,
         grace_seconds: float,
     ) -> None:
         self.children = children
         self.signals = signals
         self.tell = tell
         self.hang_seconds = hang_seconds
+        self.stop_seconds = stop_seconds
         self.grace_seconds = grace_seconds
         self.silence = Silence(children)
         self.console = RankZeroLines(children, echo)
@@ -152,22 +205,20 @@ class Watch:
         self.children.signal(STACKS_SIGNAL)
         self.tell(STACKS_PLACE.format(directory=self.children.log_dir))
 
-    def _stop_is_overdue(self, since: float) -> bool:
+    def _stop_is_overdue(self, asked: float) -> bool:
+        """A rank that saves for long is heard of meanwhile."""
         if self.signals.urgent:
             return True
-        if time.monotonic() - since <= self.hang_seconds:
+        if time.monotonic() - max(asked, self.children.board.newest()) <= self.stop_seconds:
             return False
-        self.tell(f"fourfold: the ranks did not stop within {self.hang_seconds:g} s")
+        self.tell(f"fourfold: the ranks did not stop within {self.stop_seconds:g} s")
         return True
 
     def _stopped(self) -> int:
-        """The end of a run that was asked to stop and could not do so well."""
         assert self.signals.received is not None
         self.children.kill()
         self.console.show(whole_lines=False)
-        name = self.signals.received.name
-        self.tell(f"fourfold: ended by {name}; what was saved before is good")
-        return 128 + self.signals.received
+        return tell_of_stop(self.signals.received, self.tell)
 
 
 class Silence:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks
 from tiny_run import Configure, exit_status, start_child
 
 from fourfold import checkpoint
@@ -76,6 +77,42 @@ def test_a_second_interrupt_ends_at_once(configure: Configure, tmp_path: Path) -
 
     assert exit_status(start_child(work)) == 0
     assert checkpoint.candidates(tmp_path / "run")[0].name == "step_2"
+
+
+@pytest.mark.parametrize("part", ["eval", "test"])
+def test_an_evaluation_is_cut_short_and_not_reported(
+    part: str, configure: Configure, tmp_path: Path
+) -> None:
+    long = (
+        "Engine.eval_iters=9999",
+        "Engine.test_iters=9999",
+        "Data.batch_size.local_batch_size=4",
+    )
+    freq = f"Engine.eval_freq={3 if part == 'eval' else 0}"
+    config = configure("run", *long, freq, "Engine.max_steps=4", world_size=2)
+
+    def work(rank: int) -> int:
+        engine = Engine(config, world_size=2)
+        evaluate, evaluated = engine.runner.evaluate, 0
+
+        def spied(batch: Batch) -> torch.Tensor:
+            nonlocal evaluated
+            evaluated += 1
+            if (rank, evaluated) == (1, 3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(batch)
+
+        engine.runner.evaluate = spied  # type: ignore[method-assign]
+        engine.fit()
+        assert engine.step == (3 if part == "eval" else 4)
+        return evaluated
+
+    assert on_ranks(2, work) == [3, 3]
+    newest = checkpoint.candidates(tmp_path / "run")[0]
+    assert newest.name == ("step_3" if part == "eval" else "step_4")
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert not [record for record in records if record["kind"] in ("eval", "test")]
+    assert any("cut short by a stop" in record.get("text", "") for record in records)
 
 
 def test_one_rank_looks_for_the_stop_file(tmp_path: Path) -> None:

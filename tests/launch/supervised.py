@@ -39,7 +39,7 @@ def run(work: Callable[[], None], nproc: int, log_dir: Path, **options: float) -
     return console
 
 
-def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path) -> int:
+def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path, **options: float) -> int:
     """A supervisor in a process of its own, to be sent signals; its process id."""
     pid = os.fork()
     if pid == 0:
@@ -54,6 +54,7 @@ def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path) -> int
                     grace_seconds=0.5,
                     echo=lambda line: None,
                     tell=lambda line: print(line, file=told),
+                    **options,
                 )
         finally:
             os._exit(code)

@@ -97,7 +97,7 @@ def test_a_script_that_fails(place: Path, ending: str, code: int, said: str) -> 
 
 def test_restarts_add_to_the_same_logs(place: Path) -> None:
     result = launch(place, "--devices", "0,1", "--max_restart", "1", "fail.py", "raise")
-    assert result.returncode == 1 and "restart 1 of 1" in result.stderr
+    assert result.returncode == 1 and "again in 1 s (restart 1 of 1)" in result.stderr
     log = (place / "log" / "workerlog.1").read_text()
     assert log.count("ValueError: broken on purpose") == 2
 

@@ -18,6 +18,7 @@ from tiny_run import start_child
 from fourfold.errors import ConfigError, UserError
 from fourfold.heartbeat import beat
 from fourfold.launch import supervise
+from fourfold.launch.supervise import Restarts
 
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:
@@ -137,22 +138,44 @@ def test_a_restart_forks_all_ranks_again(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         print(f"attempt {attempt()}: {total + add_up():g}")
 
-    console = run(work, 2, tmp_path, max_restarts=3)
+    console = run(work, 2, tmp_path, max_restarts=3, first_pause_seconds=0.01)
     assert console.code == 0
     assert console.shown == ["attempt 2: 4"]
     assert [line for line in console.told if "again" in line] == [
-        f"fourfold: starting all ranks again from the last checkpoint (restart {n} of 3)"
-        for n in (1, 2)
+        f"fourfold: starting all ranks again in {pause} s (restart {n} of 3)"
+        for n, pause in ((1, 0.01), (2, 0.02))
     ]
     assert "rank 0 was killed" in console.said and "rank 1 was killed" in console.said
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"attempt_{n}" for n in range(3)]
 
 
 def test_restarts_have_a_limit(tmp_path: Path) -> None:
-    console = run(fail, 2, tmp_path, max_restarts=2)
+    console = run(fail, 2, tmp_path, max_restarts=2, first_pause_seconds=0.01)
     assert console.code == 1
     assert len([line for line in console.told if "exit code 1" in line]) == 3
     assert (tmp_path / "attempt_2").exists() and not (tmp_path / "attempt_3").exists()
+
+
+def test_restarts_count_anew_after_a_new_checkpoint(tmp_path: Path) -> None:
+    """Of a run that gets further between its failures, none is ever the last."""
+    steps = [None, None, 40, 40, 40, 80, 80, 80]
+    told: list[str] = []
+    restarts = Restarts(2, 1.0, lambda: steps.pop(0))
+    while restarts.another(told.append):
+        pass
+    assert [line.removeprefix("fourfold: starting all ranks again ") for line in told] == [
+        "from the beginning in 1 s (restart 1 of 2)",
+        "from step 40 in 1 s (restart 1 of 2)",
+        "from step 40 in 2 s (restart 2 of 2)",
+    ]
+
+
+def test_pauses_double_up_to_a_minute() -> None:
+    restarts = Restarts(5000, 1.0, None)
+    pauses = []
+    while restarts.another(lambda line: None):
+        pauses.append(restarts.pause_seconds)
+    assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60] and set(pauses[8:]) == {60}
 
 
 def test_ranks_that_will_not_end_are_killed_with_what_they_started(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_ranks_that_gave_up_waiting_are_not_to_blame(tmp_path: Path) -> None:
     """The collective's own timeout may come first; then only the waiting ranks have failed."""
 
     def work() -> None:
-        meet(timeout_seconds=0.3)
+        meet(timeout_seconds=1.0)
         beat(1, "save")
         if rank() == 2:
             sleep_forever()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from supervised import eventually, exit_status, is_gone, rank, start_supervisor
 
+from fourfold import heartbeat
 from fourfold.signals import STOP_SIGNALS
 
 
@@ -118,6 +120,52 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert exit_status(supervisor) == 130
 
 
+def test_a_stop_is_heeded_between_two_attempts(tmp_path: Path) -> None:
+    def work() -> None:
+        raise ValueError("broken")
+
+    supervisor = start_supervisor(work, 2, tmp_path, first_pause_seconds=1000)
+    told = tmp_path / "told"
+    assert eventually(lambda: told.exists() and "again in 60 s" in told.read_text())
+    os.kill(supervisor, signal.SIGTERM)
+    assert exit_status(supervisor) == 143
+    assert "ended by SIGTERM" in told.read_text()
+
+
+def test_ranks_that_ignore_a_stop_are_ended_even_where_no_hang_is_watched_for(
+    tmp_path: Path,
+) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        announce(tmp_path)
+        while True:
+            time.sleep(1)
+
+    limits = {"hang_seconds": math.inf, "stop_seconds": 0.3}
+    supervisor = start_supervisor(work, 2, tmp_path, **limits)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGTERM)
+    assert exit_status(supervisor) == 143
+    assert "the ranks did not stop within 0.3 s" in (tmp_path / "told").read_text()
+
+
+def test_ranks_that_save_for_long_are_left_to_it(tmp_path: Path) -> None:
+    def work() -> None:
+        asked: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        announce(tmp_path)
+        while not asked:
+            time.sleep(0.01)
+        for _ in range(20):
+            heartbeat.alive()
+            time.sleep(0.1)
+
+    supervisor = start_supervisor(work, 2, tmp_path, stop_seconds=1.0)
+    assert eventually(lambda: announced(tmp_path, 2))
+    os.kill(supervisor, signal.SIGTERM)
+    assert exit_status(supervisor) == 0
+
+
 def test_an_error_while_stopping_is_shown(tmp_path: Path) -> None:
     def work() -> None:
         def refuse(*_: object) -> None:
@@ -148,16 +196,20 @@ def test_nothing_outlives_a_killed_supervisor(start: str, tmp_path: Path) -> Non
     def work() -> None:
         pids = [os.getpid(), grandchild()]
         (tmp_path / f"pids_{rank()}").write_text(" ".join(map(str, pids)))
+        (tmp_path / f"store_{rank()}").write_text(str(Path(os.environ["FOURFOLD_STORE"]).parent))
         announce(tmp_path)
         time.sleep(1000)
 
     supervisor = start_supervisor(work, 2, tmp_path)
     assert eventually(lambda: announced(tmp_path, 2))
+    stores = {file.read_text() for file in tmp_path.glob("store_*")}
+    assert all(map(os.path.exists, stores))
     os.kill(supervisor, signal.SIGKILL)
     assert exit_status(supervisor) == -signal.SIGKILL
     pids = [int(pid) for file in tmp_path.glob("pids_*") for pid in file.read_text().split()]
     assert len(pids) == 4
     assert eventually(lambda: all(map(is_gone, pids)))
+    assert eventually(lambda: not any(map(os.path.exists, stores))), "nor where they had met"
 
 
 def test_ranks_die_with_the_supervisor_even_if_nobody_guards_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fourfold.launch.supervise import supervise
 
 slow = pytest.mark.slow
 KILLED = re.compile(r"fourfold: rank (\d) was killed by signal 9 \(SIGKILL\)")
-RESTARTED = "starting all ranks again from the last checkpoint"
+RESTARTED = "starting all ranks again from"
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
 SETTINGS = (*DROPOUT, "Engine.save_load.save_steps=3", "Engine.save_load.keep_last=2")
 
@@ -84,6 +84,7 @@ def be_patient_for(seconds: float) -> Callable[[], None]:
     def prepare() -> None:
         assert supervise.__kwdefaults__["grace_seconds"] == 10.0
         supervise.__kwdefaults__["grace_seconds"] = seconds
+        supervise.__kwdefaults__["first_pause_seconds"] = 0.1
 
     return prepare
 
