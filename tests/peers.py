@@ -10,8 +10,10 @@ depend on is no part of Fourfold. A test hands a snippet of Python to that inter
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -50,12 +52,19 @@ def in_peers(code: str, seconds: float = 300.0, **given: Any) -> Any:
     """What `code` left in `answer`, having found `given` as a dictionary; both go as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "answer.json"
-        done = subprocess.run(
-            [PYTHON, "-c", _FRAME.format(code=code), json.dumps(given, default=str), result],
+        program = [PYTHON, "-c", _FRAME.format(code=code), json.dumps(given, default=str), result]
+        running = subprocess.Popen(
+            program,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=seconds,
+            start_new_session=True,  # so that what it started ends with it
         )
-        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        try:
+            output, _ = running.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+        assert running.returncode == 0, output[-6000:]
         return json.loads(result.read_text())

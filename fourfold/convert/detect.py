@@ -12,6 +12,7 @@ from pathlib import Path
 from fourfold import checkpoint
 from fourfold.convert import fleetx, huggingface, megatron, native
 from fourfold.convert.archive import is_archive, unpack
+from fourfold.convert.distributed_files import METADATA
 from fourfold.convert.foreign import ForeignModel, Kind
 from fourfold.errors import CheckpointError
 
@@ -113,7 +114,8 @@ def _recognise(directory: Path, named: Path) -> Source:
     raise CheckpointError(
         f"{named} is no checkpoint Fourfold knows: it needs {MANIFEST} (Fourfold), config.json "
         "with safetensors or pytorch_model.bin (Hugging Face), a .pdparams file or "
-        "mp_XX_sharding_XX_pp_XX directories (FleetX), or mp_rank_XX directories (Megatron)"
+        "mp_XX_sharding_XX_pp_XX directories (FleetX), or mp_rank_XX directories or .metadata with "
+        ".distcp files (Megatron)"
     )
 
 
@@ -132,7 +134,7 @@ def _kinds(directory: Path, named: Path) -> list[Kind]:
         kinds.append("hf")
     if any(name.endswith(".pdparams") or fleetx.RANK.fullmatch(name) for name in names):
         kinds.append("fleetx")
-    if megatron.TRACKER in names or any(
+    if {megatron.TRACKER, METADATA} & names or any(
         megatron.RANK.fullmatch(name) or megatron.STEP.fullmatch(name) for name in names
     ):
         kinds.append("megatron")

@@ -1,7 +1,8 @@
-"""Megatron-LM and Megatron-DeepSpeed checkpoints of the `torch` format, in.
+"""Megatron-LM and Megatron-DeepSpeed checkpoints, in.
 
     latest_checkpointed_iteration.txt        names iter_XXXXXXX or release
-    iter_XXXXXXX/mp_rank_TT[_PPP]/model_optim_rng.pt, or model_rng.pt
+    iter_XXXXXXX/mp_rank_TT[_PPP]/model_optim_rng.pt, or model_rng.pt       format `torch`
+    iter_XXXXXXX/.metadata, *.distcp, common.pt                             format `torch_dist`
 
 Tensor and pipeline ranks are merged, virtual stages too. Both naming schemes are read: the classic
 one (`language_model.encoder.layers.0.self_attention.query_key_value`) and megatron.core's
@@ -9,6 +10,9 @@ one (`language_model.encoder.layers.0.self_attention.query_key_value`) and megat
 
 The rows of qkv are ours, head by head, since checkpoint version 2.0; version 1.0 has triples
 (q, k, v) within each head and version 0 all q, all k, all v of a rank.
+
+In `torch_dist`, the default since 2024, a tensor is whole whatever layout wrote it, and one tensor
+holds the same weight of all layers.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.bounded import read_bounded
+from fourfold.convert.distributed_files import METADATA, DistributedFiles
 from fourfold.convert.files import find_tokenizer
 from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
 from fourfold.convert.pickles import Record
@@ -64,7 +69,11 @@ _LAYER = re.compile(
 )
 _FINAL = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)")
 OUR_LAYER = re.compile(r"layers\.(\d+)\.")
-_WRAPPERS = re.compile(r"^(?:module\.)*(?:language_model\.)?")
+_WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*(?:language_model\.)?")
+_STACKED = re.compile(r"(?:model\.)?(?:module\.)*(?:encoder|decoder)\.layers\.(?!\d)")
+_NO_WEIGHTS = re.compile(
+    r"optimizer|chained_|opt_param_scheduler|rng_state|rerun_state|.*_extra_state"
+)
 
 # The axis along which tensor ranks hold pieces; all else is the same on every rank.
 PIECES = {
@@ -110,13 +119,14 @@ def read_megatron(directory: Path, heads: int | None = None) -> ForeignModel:
     `heads` is for files too old to carry their arguments.
     """
     step = step_directory(directory)
-    contents = {key: _content(file) for key, file in _ranks(step).items()}
-    arguments = contents[0, 0].get("args")
+    whole = is_torch_dist(step)
+    contents = {} if whole else {key: _content(file) for key, file in _ranks(step).items()}
+    arguments = (_common(step) if whole else contents[0, 0]).get("args")
     args = arguments.values if isinstance(arguments, Namespace) else {}
     _refuse(step, args)
     if heads is None or "num_attention_heads" in args:
         heads = _heads(step, args)
-    found = _merge_ranks(step, contents, heads)
+    found = _of_all_layers(step) if whole else _merge_ranks(step, contents, heads)
     if head := found.pop("head", None):
         check_tied(step, "its output head", head, found.get("embeddings.word.weight"))
     sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings")
@@ -129,6 +139,32 @@ def read_megatron(directory: Path, heads: int | None = None) -> ForeignModel:
         options=_options(args),
         tokenizer=find_tokenizer(step, step.parent),
     )
+
+
+def is_torch_dist(directory: Path) -> bool:
+    return (directory / METADATA).is_file()
+
+
+def _common(step: Path) -> dict[Any, Any]:
+    """What is the same on all ranks: arguments, iteration, version."""
+    file = step / "common.pt"
+    return _content(file) if file.is_file() else {}
+
+
+def _of_all_layers(step: Path) -> dict[str, Stored]:
+    """The weights of a `torch_dist` directory by our names."""
+    files = DistributedFiles(step)
+    found: dict[str, Stored] = {}
+    for name in files.names:
+        if _NO_WEIGHTS.match(name):
+            continue
+        match = _STACKED.match(name)
+        if match is None:
+            found[_our_name(name, 0)] = files.tensor(name)
+            continue
+        for number, stored in enumerate(files.rows(name)):
+            found[_our_name(f"{match[0]}{number}.{name[match.end() :]}", 0)] = stored
+    return found
 
 
 def _content(file: Path) -> dict[Any, Any]:
@@ -170,8 +206,8 @@ def _merge_ranks(
 
 
 def step_directory(directory: Path) -> Path:
-    """The directory that holds the `mp_rank` directories."""
-    if any(RANK.fullmatch(path.name) for path in directory.iterdir()):
+    """The directory that holds the `mp_rank` directories, or the files of `torch_dist`."""
+    if is_torch_dist(directory) or any(RANK.fullmatch(path.name) for path in directory.iterdir()):
         return directory
     tracker = directory / TRACKER
     if tracker.is_file():

@@ -78,8 +78,10 @@ class Machine:
         find: Globals,
         persistent: Callable[[Any], Any] | None = None,
         position: int = 0,
+        max_steps: int | None = None,
     ) -> None:
         self.data, self.path, self.position = data, path, position
+        self.max_steps = MAX_STEPS if max_steps is None else max_steps
         self.find, self.persistent = find, persistent
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -87,7 +89,7 @@ class Machine:
 
     def load(self) -> Any:
         try:
-            for _ in range(MAX_STEPS):
+            for _ in range(self.max_steps):
                 opcode = bytes(self._take(1))
                 if opcode == b".":
                     return self.stack.pop()
@@ -99,7 +101,9 @@ class Machine:
                 f"{self.path} is damaged near byte {self.position}: {type(error).__name__} while "
                 "reading its pickle"
             ) from None
-        raise CheckpointError(f"{self.path} is refused: its pickle takes over {MAX_STEPS} steps")
+        raise CheckpointError(
+            f"{self.path} is refused: its pickle takes over {self.max_steps} steps"
+        )
 
     # -- bytes ------------------------------------------------------------------------------
 

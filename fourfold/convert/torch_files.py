@@ -7,6 +7,7 @@ is copied out of the file when it is read.
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import struct
@@ -161,7 +162,11 @@ def torch_names(name: str) -> Any:
 
 def read_torch_file(path: Path, names: Globals = torch_names) -> Any:
     """The object in a file of `torch.save`: dicts, lists, values, `Namespace` and `Stored`."""
-    data = map_file(path)
+    return read_torch_bytes(map_file(path), path, names)
+
+
+def read_torch_bytes(data: memoryview, path: Path, names: Globals = torch_names) -> Any:
+    """The same for bytes that are, or lie in, the file `path`."""
     if bytes(data[:4]) == ZIP_MAGIC:
         return _read_zip(path, data, names)
     return _read_legacy(path, data, names)
@@ -184,7 +189,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def _read_zip(path: Path, data: memoryview, names: Globals) -> Any:
-    entries = _entries(path)
+    entries = _entries(path, data)
     pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(f"{path} is a zip archive, but not one that torch.save wrote")
@@ -205,9 +210,35 @@ def _read_zip(path: Path, data: memoryview, names: Globals) -> Any:
     return Machine(program, path, names, storages.find).load()
 
 
-def _entries(path: Path) -> dict[str, zipfile.ZipInfo]:
+class _Window(io.RawIOBase):
+    """Bytes as a file to read, without a copy of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self.at, len(self.data))[whence]
+        if at < 0:
+            raise ValueError(f"byte {at}")
+        self.at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = len(self.data) if size < 0 else self.at + size
+        found = bytes(self.data[self.at : stop])
+        self.at += len(found)
+        return found
+
+
+def _entries(path: Path, data: memoryview) -> dict[str, zipfile.ZipInfo]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(_Window(data)) as archive:
             return {info.filename: info for info in archive.infolist()}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
         raise CheckpointError(f"{path} is a damaged or cut off zip archive: {error}") from None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mutate import mutate
 from torch import Tensor
 
 from fourfold.convert import ForeignModel
 from fourfold.convert.foreign import expected_shapes
+from fourfold.errors import CheckpointError
 
 FLEETX_TINY = Path(__file__).parent.parent / "fixtures" / "fleetx_tiny"
 HEADS, HIDDEN, LAYERS, VOCAB, POSITIONS = 4, 32, 4, 64, 24
@@ -66,6 +70,19 @@ def piece(part: str, tensor: Tensor, rank: int, of: int) -> Tensor:
     if part in COLUMNS or part == "embeddings.word.weight":
         return tensor.chunk(of, 0)[rank].clone()
     return tensor.chunk(of, 1)[rank].clone() if part in ROWS else tensor.clone()
+
+
+def attack(path: Path, sound: list[bytes], read: Callable[[Path], None], rounds: int) -> int:
+    """How many mutants were read; every other one must be a CheckpointError."""
+    rng, survived = random.Random(5), 0
+    for number in range(rounds):
+        path.write_bytes(mutate(sound[number % len(sound)], rng))
+        try:
+            read(path)
+            survived += 1
+        except CheckpointError:
+            pass
+    return survived
 
 
 # --- FleetX -----------------------------------------------------------------------------------

@@ -176,16 +176,25 @@ def test_the_command_prints_the_flags(tmp_path: Path) -> None:
 
 # One process per rank, over gloo. What little asks for CUDA at this size is told that it has it.
 MEGATRON = """
-import contextlib, os, tempfile, traceback
+import argparse, contextlib, os, queue, tempfile, threading, traceback, types
 import torch, torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 
 CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+# The processes that write a checkpoint are threads here: ranks that were forked cannot fork safely.
+filesystem_async.mp = types.SimpleNamespace(
+    get_context=lambda _: types.SimpleNamespace(
+        Queue=queue.Queue, JoinableQueue=queue.Queue, Process=threading.Thread,
+        Manager=lambda: types.SimpleNamespace(Queue=queue.Queue),
+    )
+)
 torch.cuda.current_device = lambda: "cpu"
+torch.cuda.synchronize = lambda *_: None
 torch.Tensor.cuda = lambda tensor, *_: tensor
 torch.set_num_threads(1)
 
@@ -243,6 +252,9 @@ def stage(rank, tp, pp):
             dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
     if rank == tp * pp - 1:
         torch.save(out, given["logits"])
+    args = argparse.Namespace(num_layers=given["layers"], num_attention_heads=given["heads"])
+    content = {"model": model.sharded_state_dict(), "args": args, "checkpoint_version": 3.0}
+    dist_checkpointing.save(content, given["again"])
     dist.barrier()
 
 
@@ -268,15 +280,18 @@ assert not any(answer), answer
     ("names", "tp", "pp"),
     [("core-local", 1, 1), ("core", 1, 1), ("core-local", 2, 2), ("core", 2, 2)],
 )
-def test_megatron_core_loads_every_rank_and_gives_our_logits(
+def test_megatron_core_loads_every_rank_gives_our_logits_and_saves_them_again(
     tmp_path: Path, names: str, tp: int, pp: int
 ) -> None:
     written(tmp_path, names=names, tp=tp, pp=pp)
+    again = tmp_path / "again"
+    again.mkdir()
     ids = torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(4))
     in_peers(
         MEGATRON,
         release=tmp_path / "out" / "release",
         logits=tmp_path / "logits.pt",
+        again=again,
         names=names,
         tp=tp,
         pp=pp,
@@ -294,3 +309,5 @@ def test_megatron_core_loads_every_rank_and_gives_our_logits(
         ours = model(ids)
     theirs = torch.load(tmp_path / "logits.pt")
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
+    # What Megatron Core then saves, in its own format, is what it was given.
+    assert_same(load_foreign(again), weights())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
-import random
 import struct
 import zipfile
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign_files import FLEETX_TINY, megatron_tree, weights
-from mutate import mutate
+from foreign_files import FLEETX_TINY, attack, megatron_tree, weights
 
 from fourfold.convert import load_foreign, pickles
 from fourfold.convert.pdparams import read_pdparams
@@ -178,19 +176,6 @@ def read_torch(path: Path) -> None:
         if isinstance(stored, Stored):
             assert stored.nbytes <= path.stat().st_size
             stored.read()
-
-
-def attack(path: Path, sound: list[bytes], read: Callable[[Path], None], rounds: int) -> int:
-    """How many mutants were read; every other one must be a CheckpointError."""
-    rng, survived = random.Random(5), 0
-    for number in range(rounds):
-        path.write_bytes(mutate(sound[number % len(sound)], rng))
-        try:
-            read(path)
-            survived += 1
-        except CheckpointError:
-            pass
-    return survived
 
 
 def torch_files(tmp_path: Path) -> list[bytes]:
