@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -126,6 +127,8 @@ def train_tokenizer(
     stdin_format: StdinKind = None,
 ) -> None:
     """Train a byte-level BPE tokenizer, saved as a tokenizer.json that `transformers` loads."""
+    from fourfold.data.inputs import WORK_SUFFIX
+    from fourfold.data.pieces import writable
     from fourfold.data.prepare import read_texts
     from fourfold.data.text import TextRule
     from fourfold.tokenizer import train
@@ -133,17 +136,18 @@ def train_tokenizer(
     rule = TextRule(json_key, document_separator, max_document_mb << 20)
     most_bad = _most_bad_lines(max_bad_lines, strict)
     if output.suffix != ".json":
-        output.mkdir(parents=True, exist_ok=True)
+        with writable(output):
+            output.mkdir(parents=True, exist_ok=True)
     spool = output if output.is_dir() else output.with_suffix("")
     files = _files(_in_order(inputs, more_inputs), spool, stdin_format)
     try:
         texts = read_texts(files, rule, most_bad, allow_damaged_files)
-        file = train(texts, vocab_size, sys.stderr.isatty(), every).save(output)
+        trained = train(texts, vocab_size, sys.stderr.isatty(), every)
+        with writable(output):
+            file = trained.save(output)
     finally:
-        for text in files:
-            if text.path.name.startswith("stdin-"):
-                text.path.unlink()
-                text.path.parent.rmdir()
+        if "-" in (*inputs, *(more_inputs or [])):
+            shutil.rmtree(f"{spool}{WORK_SUFFIX}", ignore_errors=True)
     print(f"{file}: a vocabulary of {vocab_size:,}")
 
 
@@ -169,6 +173,7 @@ def _in_order(inputs: list[str], more_inputs: list[str] | None) -> list[str]:
 def _files(inputs: list[str], prefix: Path, stdin_format: str | None) -> list[InputFile]:
     """The input files; standard input is first copied to one, so that workers can share it."""
     from fourfold.data.inputs import WORK_SUFFIX, find_inputs, spool_stdin
+    from fourfold.data.pieces import writable
 
     if stdin_format is not None and "-" not in inputs:
         raise UserError(
@@ -179,7 +184,8 @@ def _files(inputs: list[str], prefix: Path, stdin_format: str | None) -> list[In
     for name in inputs:
         if name == "-":
             directory = Path(f"{prefix}{WORK_SUFFIX}")
-            files.append(spool_stdin(sys.stdin.buffer, directory, stdin_format or "jsonl"))
+            with writable(prefix):
+                files.append(spool_stdin(sys.stdin.buffer, directory, stdin_format or "jsonl"))
         else:
             files += find_inputs([name])
     return files

@@ -30,6 +30,7 @@ from fourfold.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 1 << 18
 PLACES_KEPT = 20
+MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,20 @@ class Part:
 
     chunks: tuple[tuple[int, int], ...]
     chunk_bytes: int | None  # None: the files are read whole
+    kind: str = "part"
+
+    @classmethod
+    def of_file(cls, number: int) -> Part:
+        """A whole file that could be cut as well; named so that the two are not mixed up."""
+        return cls(((number, 0),), None, "file")
 
     @property
     def name(self) -> str:
-        return "part-{:06d}-{:06d}".format(*self.chunks[0])
+        return "{}-{:06d}-{:06d}".format(self.kind, *self.chunks[0])
+
+    def is_in(self, reports: set[str]) -> bool:
+        """Whether its report is among the names of finished ones."""
+        return f"{self.name}.json" in reports
 
 
 @dataclass
@@ -202,6 +213,11 @@ class TokenWriter:
             lengths = lengths + filled
         if not self._rule.keep_empty:
             lengths = lengths[filled]
+        if len(lengths) and int(lengths.max()) > MOST_TOKENS:
+            raise DataError(
+                f"a document has {int(lengths.max())} tokens, and lengths are kept in 32 bits, up "
+                f"to {MOST_TOKENS}; divide it, or lower --max-document-mb to leave it out"
+            )
         self._ids.write(ids.astype(dtype).tobytes())
         self._lengths.write(lengths.astype("<i4").tobytes())
         self._report.documents += int(np.count_nonzero(filled))

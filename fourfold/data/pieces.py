@@ -8,6 +8,7 @@ when all are complete, the manifest last: what bears its final name is whole.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -123,7 +124,7 @@ def write_pieces(
 ) -> dict[str, Any]:
     """Write one dataset and its manifest: `description` followed by what was written."""
     with ExitStack() as stack:
-        stack.enter_context(_naming(prefix))
+        stack.enter_context(writable(prefix))
         prefix.parent.mkdir(parents=True, exist_ok=True)
         files = [stack.enter_context(UnfinishedFile(file)) for file in files_of(prefix, form)]
         total = sum(piece.num_tokens for piece in pieces) * dtype.itemsize
@@ -144,16 +145,18 @@ def write_pieces(
 
 
 @contextmanager
-def _naming(prefix: Path) -> Iterator[None]:
+def writable(prefix: Path) -> Iterator[None]:
     """A full disk, a directory one may not write to: the user's to mend."""
     try:
         yield
     except BrokenPipeError:
         raise  # of whoever shows the progress
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "make room there" if full else "mend that"
         raise DataError(
-            f"{prefix}: cannot be written ({error.strerror or error}); make room there or choose "
-            "another prefix"
+            f"{prefix}: cannot be written ({error.strerror or error}); {remedy} or choose another "
+            "prefix"
         ) from error
 
 

@@ -13,10 +13,11 @@ document, whose length is limited (`max_document_bytes`).
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy as np
 from fourfold.data.files import check_output
 from fourfold.data.inputs import WORK_SUFFIX, InputFile, describe_input
 from fourfold.data.parts import FinishedPart, Part, PartReport, TokenRule, TokenWriter, read_report
-from fourfold.data.pieces import write_pieces
+from fourfold.data.pieces import writable, write_pieces
 from fourfold.data.provenance import (
     InputHashes,
     Plan,
@@ -53,6 +54,13 @@ from fourfold.tokenizer import Tokenizer
 SMALLEST_CHUNK_BYTES = 8 << 20
 MOST_CHUNKS = 4096
 FILES_PER_PART = 256
+# One thread hashes the input about as fast as this many processes tokenize it.
+WORKERS_PER_HASH = 16
+# A compressed file beyond this is always cut, lest a killed run lose too much of it.
+MOST_WHOLE_BYTES = 1 << 30
+EVEN_SHARES = 1.5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -193,15 +201,20 @@ def prepare_files(
         shutil.rmtree(work, ignore_errors=True)
         return manifest
     check_output(prefix, settings.format, settings.overwrite)
-    work.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(plan.locked(work))
-        parts = plan.begin_or_resume(work, settings.overwrite)
-        hashes = stack.enter_context(InputHashes(files))
+        with writable(prefix):
+            work.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(plan.locked(work))
+            parts = plan.begin_or_resume(work, settings.overwrite)
+        threads = max(1, settings.workers // WORKERS_PER_HASH)
+        hashes = stack.enter_context(InputHashes(files, parts, threads))
         run = _Run(files, settings, plan, parts, tokenizer, progress)
         run.make_parts()
         manifest = run.write(prefix, hashes)
-        shutil.rmtree(work)
+        try:
+            shutil.rmtree(work)
+        except OSError as error:
+            log.warning("%s: no longer needed, but cannot be removed (%s)", work, error.strerror)
     return manifest
 
 
@@ -282,15 +295,38 @@ class _Run:
 
     def _unfinished_parts(self) -> Iterator[Part]:
         """Parts in order; those an earlier run finished are taken over on the way."""
-        for part in plan_parts(
-            self.files, self.settings.text_rule(), self.plan.chunk_bytes, self._ended
-        ):
+        rule, whole = self.settings.text_rule(), self._read_whole()
+        for part in plan_parts(self.files, rule, self.plan.chunk_bytes, self._ended, whole):
             self._order.append(part)
             report = read_report(self.directory / part.name, np.dtype(self.rule.dtype).itemsize)
             if report is None:
                 yield part
             else:
                 self._finish(part, report, resumed=True)
+
+    def _read_whole(self) -> set[int]:
+        """The compressed files that are parts of their own.
+
+        Only from its beginning can one be decompressed, so of a file that is cut every worker
+        decompresses all. Files that are about an even share of the work, or less, are better left
+        whole. How many workers there are may change when a run goes on: what it began one way, it
+        ends that way.
+        """
+        total = sum(file.num_bytes for file in self.files)
+        most = min(total / self.settings.workers * EVEN_SHARES, MOST_WHOLE_BYTES)
+        compressed = [number for number, file in enumerate(self.files) if file.compression]
+        if self.settings.workers == 1:
+            most = 0  # nobody to share with, and cut files lose less when a run is killed
+        begun = {path.name for path in self.directory.glob("*-000000.json")}
+        return {
+            number
+            for number in compressed
+            if Part.of_file(number).is_in(begun)
+            or (
+                self.files[number].num_bytes <= most
+                and not Part(((number, 0),), self.plan.chunk_bytes).is_in(begun)
+            )
+        }
 
     def _finish(self, part: Part, report: PartReport, resumed: bool) -> None:
         self._reports[part.name] = report
@@ -323,9 +359,13 @@ class _Run:
 
 
 def plan_parts(
-    files: list[InputFile], rule: TextRule, chunk_bytes: int, ended: set[int]
+    files: list[InputFile],
+    rule: TextRule,
+    chunk_bytes: int,
+    ended: set[int],
+    whole: Container[int] = (),
 ) -> Iterator[Part]:
-    """The parts of the input in order.
+    """The parts of the input in order; of files whose number is in `whole`, one each.
 
     A file whose number of chunks nobody knows gets one after the other until it is in `ended`;
     parts asked for too early lie beyond its end and turn out empty.
@@ -340,7 +380,9 @@ def plan_parts(
         if together and (count != 1 or num_bytes >= chunk_bytes or len(together) == FILES_PER_PART):
             yield Part(tuple(together), None)
             together, num_bytes = [], 0
-        if count is None:
+        if count is None and number in whole:
+            yield Part.of_file(number)
+        elif count is None:
             chunk = 0
             while number not in ended:
                 yield Part(((number, chunk),), chunk_bytes)
@@ -365,10 +407,7 @@ def _check_settings(settings: Settings) -> None:
             raise UserError(f"{option} {getattr(settings, name)}: choose {smallest} or more")
     if settings.format not in ("megatron", "fleetx"):
         raise UserError(f"--format {settings.format}: choose megatron or fleetx")
-    if settings.document_separator not in ("blank-line", "file"):
-        raise UserError(
-            f"--document-separator {settings.document_separator}: choose blank-line or file"
-        )
+    settings.text_rule()  # refuses what it does not know
     if os.sep in settings.json_key or not settings.json_key:
         raise UserError(
             f"--json-key {settings.json_key!r}: becomes part of a file name; rename the key"

@@ -6,20 +6,24 @@ Unfinished work is only gone on with under the same plan.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from fourfold import __version__
-from fourfold.data.dataset import read_manifest
+from fourfold.data.dataset import KEEP_SECONDS, read_manifest
 from fourfold.data.files import records_of
 from fourfold.data.inputs import InputFile
 from fourfold.data.parts import PLACES_KEPT, ChunkReport, PartReport, write_json
@@ -35,6 +39,10 @@ except ImportError:  # Windows: two runs at once are then not noticed
 if TYPE_CHECKING:
     from fourfold.data.prepare import Settings
 
+log = logging.getLogger(__name__)
+
+# Lustre without -o flock, some servers of NFS.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 MANIFEST_VERSION = 1
 PLAN_VERSION = 2
 _HASH_BLOCK = 1 << 22
@@ -99,7 +107,7 @@ class Plan:
             if entry.is_dir() and entry != parts:
                 shutil.rmtree(entry)
         parts.mkdir(exist_ok=True)
-        for unfinished in parts.glob(".part-*.tmp"):
+        for unfinished in parts.glob(".*.tmp"):
             unfinished.unlink(missing_ok=True)
         write_json(file, self.content)
         return parts
@@ -127,20 +135,43 @@ class Plan:
 
     @contextmanager
     def locked(self, work: Path) -> Iterator[None]:
-        """Keep other runs off the work directory."""
-        with (work / "lock").open("w") as file:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    held = os.fstat(file.fileno()).st_ino == (work / "lock").stat().st_ino
-                except (BlockingIOError, FileNotFoundError):
-                    held = False
-                if not held:
-                    raise UserError(
-                        f"{work}: another `fourfold data prepare` is at work there; wait for it, "
-                        "or choose another prefix"
-                    )
-            yield
+        """Keep other runs off the work directory.
+
+        The lock lies beside it: a directory with an open file in it cannot be removed from NFS,
+        where the file lives on under another name.
+        """
+        lock = work.with_name(f".{work.name}.lock")
+        with lock.open("w") as file:
+            if not _hold(file, lock):
+                raise UserError(
+                    f"{work}: another `fourfold data prepare` is at work there; wait for it, or "
+                    "choose another prefix"
+                )
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+
+
+def _hold(file: IO[str], lock: Path) -> bool:
+    """Lock a file that was opened; False if another process holds it or has just let go."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(file.fileno()).st_ino == lock.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        log.warning(
+            "%s: this file system has no locks (%s), so a second `fourfold data prepare` of the "
+            "same prefix would not be noticed; do not start one",
+            lock.parent,
+            error.strerror,
+        )
+        return True
 
 
 class Tally:
@@ -260,28 +291,39 @@ def dropped_summary(manifest: dict[str, Any]) -> list[str]:
 
 
 class InputHashes:
-    """The SHA-256 of each input, computed in the background while the workers read the same."""
+    """The SHA-256 of each input, computed in the background while the workers read the same.
 
-    def __init__(self, files: Sequence[InputFile]) -> None:
+    Those that are finished are kept in the directory of the parts, whose plan names the size and
+    time of every input: a run that goes on does not hash them again.
+    """
+
+    def __init__(self, files: Sequence[InputFile], directory: Path, threads: int = 1) -> None:
         self._files = files
-        self._digests: list[str] = []
-        self._error: OSError | None = None
+        self._kept = directory / "hashes.json"
+        self._digests: dict[str, str] = _read_strings(self._kept)
+        self._noted = -KEEP_SECONDS
+        self._lock = threading.Lock()
         self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._hash, daemon=True)
+        self._threads = ThreadPoolExecutor(threads, "fourfold-hash")
+        self._futures: list[Future[None]] = []
 
     def __enter__(self) -> InputHashes:
-        self._thread.start()
+        paths = {str(file.path): file.path for file in self._files}
+        missing = [path for name, path in paths.items() if name not in self._digests]
+        self._futures = [self._threads.submit(self._hash, path) for path in missing]
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._given_up.set()
-        self._thread.join()
+        self._threads.shutdown(cancel_futures=True)
 
     def wait(self) -> list[dict[str, Any]]:
         """The manifest's list of inputs; an error if one was changed meanwhile."""
-        self._thread.join()
-        if self._error is not None:
-            raise DataError(f"an input can no longer be read: {self._error}")
+        try:
+            for future in self._futures:
+                future.result()
+        except OSError as error:
+            raise DataError(f"an input can no longer be read: {error}") from error
         for file in self._files:
             status = file.path.stat()
             if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified):
@@ -290,22 +332,35 @@ class InputHashes:
                     "with --overwrite"
                 )
         return [
-            {"path": str(file.path), "bytes": file.num_bytes, "sha256": digest}
-            for file, digest in zip(self._files, self._digests)
+            {
+                "path": str(file.path),
+                "bytes": file.num_bytes,
+                "sha256": self._digests[str(file.path)],
+            }
+            for file in self._files
         ]
 
-    def _hash(self) -> None:
-        try:
-            for file in self._files:
-                digest = hashlib.sha256()
-                with file.path.open("rb", buffering=0) as stream:
-                    while block := stream.read(_HASH_BLOCK):
-                        if self._given_up.is_set():
-                            return
-                        digest.update(block)
-                self._digests.append(digest.hexdigest())
-        except OSError as error:
-            self._error = error
+    def _hash(self, path: Path) -> None:
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as stream:
+            while block := stream.read(_HASH_BLOCK):
+                if self._given_up.is_set():
+                    return
+                digest.update(block)
+        with self._lock:
+            self._digests[str(path)] = digest.hexdigest()
+            if time.monotonic() - self._noted >= KEEP_SECONDS:
+                with suppress(OSError):  # a convenience
+                    write_json(self._kept, self._digests)
+                self._noted = time.monotonic()
+
+
+def _read_strings(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in content.items() if isinstance(v, str)}
 
 
 def describe(tokenizer: dict[str, Any], append_eod: bool) -> dict[str, Any]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
-TOO_LONG, FORGOTTEN = "too long", "forgotten"
+TOO_LONG = "too long"
 
 _BUFFER_BYTES = 1 << 18
 
@@ -39,11 +37,6 @@ class Line:
         self.flaw = flaw
         self.num_bytes = num_bytes or len(content)
 
-    def forget(self) -> None:
-        """Drop the content: the line can no longer be pushed back."""
-        if not self.flaw:
-            self.content, self.flaw = b"", FORGOTTEN
-
 
 class LineStream:
     """The lines of one file, forwards; a plain file can also go back."""
@@ -52,7 +45,7 @@ class LineStream:
         self.path = path
         self.position = 0
         self.line_start = -1  # of the line last read: every place after it is ahead
-        self._pushed_back: deque[Line] = deque()
+        self._again: io.BytesIO | None = None  # whole lines to be read once more
         self._max_line_bytes = max_line_bytes
         self._raw: _Decompressed | None = None
         self._file: io.BufferedReader[Any]
@@ -76,8 +69,8 @@ class LineStream:
     def go_to(self, start: int) -> bool:
         """Stand before the first line that starts at `start` or later; False beyond the end."""
         if start <= self.line_start:
-            self._pushed_back.clear()
-        while self._pushed_back and self.position < start:
+            self._again = None
+        while self._again is not None and self.position < start:
             self.read_line()
         if self.line_start < start <= self.position:
             return True
@@ -92,24 +85,30 @@ class LineStream:
         return True
 
     def read_line(self) -> Line | None:
-        if self._pushed_back:
-            line = self._pushed_back.popleft()
-        else:
-            fresh = self._read_fresh()
-            if fresh is None:
-                return None
-            line = fresh
-        self.line_start = line.start
-        self.position = line.start + line.num_bytes
+        line = self._read_again() or self._read_fresh()
+        if line is not None:
+            self.line_start = line.start
+            self.position = line.start + line.num_bytes
         return line
 
-    def push_back(self, lines: Sequence[Line], line_start: int) -> None:
+    @property
+    def can_go_back(self) -> bool:
+        """Whether lines can be read again without having been pushed back."""
+        return self._raw is None
+
+    def push_back(self, lines: bytes, line_start: int) -> None:
         """Undo the reading of these last lines, `line_start` being what it was before them."""
-        if not lines or any(line.flaw == FORGOTTEN for line in lines):
-            return
-        assert not self._pushed_back
-        self._pushed_back.extend(lines)
-        self.position, self.line_start = lines[0].start, line_start
+        assert self._again is None
+        self._again = io.BytesIO(lines)
+        self.position, self.line_start = self.position - len(lines), line_start
+
+    def _read_again(self) -> Line | None:
+        if self._again is None:
+            return None
+        line = Line(self.position, self._again.readline())
+        if self._again.tell() == len(self._again.getbuffer()):
+            self._again = None
+        return line
 
     def _read_fresh(self) -> Line | None:
         start = self.position
@@ -141,7 +140,7 @@ class LineStream:
         return skipped
 
     def _seek(self, position: int) -> bool:
-        assert not self._pushed_back
+        assert self._again is None
         if self._raw is None:
             self._file.seek(position)
             self.position = position

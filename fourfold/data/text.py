@@ -1,6 +1,6 @@
 """Raw text on disk: the documents in a piece of a file.
 
-    .txt              documents between blank lines, or one document per file
+    .txt              documents between blank lines, or one document per line or file
     .jsonl, .json     one object per line, the text under a key
     .parquet          one document per row, the text in a column
 
@@ -28,6 +28,8 @@ MAX_DOCUMENT_BYTES = 64 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PRINTABLE = range(0x21, 0x7F)
 _ROWS_AT_ONCE = 64
+_LINES_AT_ONCE = 4096
+SEPARATORS = ("blank-line", "line", "file")
 _TOO_LONG = "longer than --max-document-mb allows"
 
 # A file that ends in the middle or cannot be decompressed at all. It is no line among others: how
@@ -50,6 +52,13 @@ class TextRule:
     json_key: str = "text"
     document_separator: str = "blank-line"
     max_document_bytes: int = MAX_DOCUMENT_BYTES
+
+    def __post_init__(self) -> None:
+        if self.document_separator not in SEPARATORS:
+            raise UserError(
+                f"--document-separator {self.document_separator}: choose one of "
+                f"{', '.join(SEPARATORS)}"
+            )
 
 
 def num_chunks(file: InputFile, rule: TextRule, chunk_bytes: int) -> int | None:
@@ -97,6 +106,8 @@ class ChunkReader:
             yield from self._json_documents(stream, end)
         elif self.rule.document_separator == "file":
             yield from self._whole_file(stream)
+        elif self.rule.document_separator == "line":
+            yield from self._line_documents(stream, end)
         else:
             yield from self._blank_line_documents(stream, start, end)
         self.source_bytes = file.num_bytes if self.ended or stream is None else stream.source_bytes
@@ -144,6 +155,15 @@ class ChunkReader:
         if document.started:
             yield document.result()
 
+    def _line_documents(self, stream: LineStream, end: int | None) -> Iterator[str | Bad]:
+        for line in self._lines(stream, end):
+            for row in _rows(line):
+                if row is not None:
+                    document = self._new_document()
+                    document.add(row, self.num_lines)
+                    result = document.result()
+                    yield result if isinstance(result, Bad) else result.removesuffix("\n")
+
     def _blank_line_documents(
         self, stream: LineStream, start: int, end: int | None
     ) -> Iterator[str | Bad]:
@@ -166,20 +186,29 @@ class ChunkReader:
             yield document.result()
 
     def _finish_beyond(self, stream: LineStream, document: _TextDocument) -> None:
-        """Read a document that lies across the chunk's end up to its own, then go back."""
-        beyond: list[Line] = []
-        line_start = stream.line_start
-        finished = False
-        while not finished and (line := stream.read_line()) is not None:
-            beyond.append(line)
+        """Read a document that lies across the chunk's end up to its own, then go back.
+
+        One that is bad already needs no end, and what follows is no part of this chunk.
+        """
+        beyond = bytearray()
+        line_start, number = stream.line_start, self.num_lines
+        finished = flawed = False
+        while not finished and document.problem is None:
+            line = stream.read_line()
+            if line is None:
+                break
+            number += 1
+            flawed = flawed or bool(line.flaw)
+            if not stream.can_go_back:
+                beyond += line.content
             for row in _rows(line):
                 if row is None:
                     finished = True
                     break
-                document.add(row, self.num_lines + len(beyond))
-            if document.problem is not None:
-                line.forget()
-        stream.push_back(beyond, line_start)
+                document.add(row, number)
+        # What is not pushed back, since it would be much, is found again from the file's beginning.
+        if beyond and document.problem is None and not flawed:
+            stream.push_back(bytes(beyond), line_start)
 
     def _new_document(self) -> _TextDocument:
         return _TextDocument(self.rule.max_document_bytes)
@@ -195,6 +224,9 @@ class ChunkReader:
                         f"{path}: no column {key!r} (columns: {columns}); name the column that "
                         "holds the text with --json-key"
                     )
+                if table.num_row_groups == 0:  # as Spark writes a partition without rows
+                    self.source_bytes = path.stat().st_size
+                    return
                 batches = table.iter_batches(
                     _ROWS_AT_ONCE, row_groups=[group], columns=[key], use_threads=False
                 )
@@ -210,6 +242,8 @@ class ChunkReader:
     def _parquet_text(self, value: Any) -> str | Bad:
         try:
             text = value.as_py()
+            if isinstance(text, bytes):
+                text = text.decode("utf-8")
         except UnicodeDecodeError as error:
             return Bad(self.num_lines, UNDECODABLE, f"not UTF-8 ({error})")
         if isinstance(text, str) and len(text) > self.rule.max_document_bytes:
@@ -224,7 +258,8 @@ class _TextDocument:
         self.started = False
         self.problem: Bad | None = None
         self._max_bytes = max_bytes
-        self._lines: list[str] = []
+        self._text: list[str] = []
+        self._lines: list[str] = []  # the last ones; a string each would be many times the text
         self._num_bytes = 0
 
     def add(self, line: Line, number: int) -> None:
@@ -241,13 +276,21 @@ class _TextDocument:
             )
             try:
                 self._lines.append(content.decode("utf-8"))
+                if len(self._lines) == _LINES_AT_ONCE:
+                    self._join()
             except UnicodeDecodeError as error:
                 self.problem = Bad(number, UNDECODABLE, f"not UTF-8 ({error})")
         if self.problem is not None:
             self._lines.clear()
+            self._text.clear()
 
     def result(self) -> str | Bad:
-        return self.problem or _universal_newlines("".join(self._lines))
+        self._join()
+        return self.problem or _universal_newlines("".join(self._text))
+
+    def _join(self) -> None:
+        self._text.append("".join(self._lines))
+        self._lines.clear()
 
 
 def _universal_newlines(text: str) -> str:

@@ -301,3 +301,13 @@ def test_any_bytes_are_read_or_refused(
         assert all(isinstance(text, str) for text in read_jsonl(path))
     except DataError as error:
         assert str(error).startswith(f"{path}:")
+
+
+def test_a_document_longer_than_its_length_can_tell(tmp_path: Path) -> None:
+    class Endless(Numbers):
+        def encode_joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+            return np.empty(0, np.uint32), np.array([2**31] * len(texts))
+
+    with pytest.raises(DataError, match=r"a document has 2147483648 tokens.*--max-document-mb"):
+        prepare(["x"], tmp_path / "data", Endless(), append_eod=False)
+    assert not list(tmp_path.iterdir())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import hashlib
 import io
 import json
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from fourfold.data import open_datasets, text
+from fourfold.data import open_datasets, provenance, text
+from fourfold.data import prepare as prepare_module
 from fourfold.data.inputs import find_inputs, spool_stdin
-from fourfold.data.prepare import Progress, Settings, dataset_prefix, prepare_files
+from fourfold.data.parts import Part, PartReport
+from fourfold.data.prepare import Progress, Settings, _Run, dataset_prefix, prepare_files
+from fourfold.data.workers import Job
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer, train
 
@@ -157,6 +164,77 @@ def test_without_pyarrow_the_extra_is_named(
         run([tmp_path / "in.parquet"], tmp_path / "out", base)
 
 
+class RecordedParts:
+    """`make_parts` in this process, remembering what the workers would have been given."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(
+        self, job: Job, parts: Iterable[Part], workers: int, idle: object
+    ) -> Iterator[tuple[Part, PartReport]]:
+        maker = job.maker()
+        for part in parts:
+            self.names.append(part.name)
+            yield part, maker.make(part)
+        maker.close()
+
+
+def test_archives_are_left_whole_where_there_are_enough(
+    tmp_path: Path, base: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file that is cut every worker decompresses all."""
+    for number in range(4):
+        texts = [f"{number} {hashlib.sha256(bytes([i])).hexdigest()}" for i in range(60)]
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
+    large = [hashlib.sha256(bytes([i, i])).hexdigest() for i in range(250)]
+    (tmp_path / "5.jsonl.zst").write_bytes(zstandard.compress(json_lines(large)))
+    few, all_ = sorted(tmp_path.glob("*.gz")), sorted(tmp_path.glob("*.jsonl.*"))
+    parts = RecordedParts()
+    monkeypatch.setattr(prepare_module, "make_parts", parts)
+    run(few, tmp_path / "w4", replace(base, workers=4))
+    assert parts.names == [f"file-{number:06d}-000000" for number in range(4)]
+    parts.names.clear()
+    run(few, tmp_path / "w8", replace(base, workers=8))
+    assert all(name.startswith("part-") for name in parts.names) and len(parts.names) > 8
+    parts.names.clear()
+    run(all_, tmp_path / "a4", replace(base, workers=4))
+    assert [name for name in parts.names if name.startswith("file-")] == [
+        f"file-{number:06d}-000000" for number in range(4)
+    ]
+    assert len([name for name in parts.names if name.startswith("part-000004")]) > 8
+    monkeypatch.undo()
+    for files, name in ((few, "w4"), (few, "w8"), (all_, "a4")):
+        run(files, tmp_path / f"one_{name}", base)
+        assert content(tmp_path / name) == content(tmp_path / f"one_{name}")
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+def test_what_was_begun_whole_or_cut_ends_that_way(
+    tmp_path: Path,
+    base: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    after: int,
+) -> None:
+    texts = [hashlib.sha256(bytes([number])).hexdigest() for number in range(250)]
+    for number in range(4):
+        lines = json_lines(texts) + (b"bad\n" if number == 2 else b"")
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines))
+    files = sorted(tmp_path.glob("*.gz"))
+    parts = RecordedParts()
+    monkeypatch.setattr(prepare_module, "make_parts", parts)
+    with pytest.raises(DataError, match="not a line of JSON"):
+        run(files, tmp_path / "out", replace(base, workers=before, max_bad_lines=0))
+    begun = sorted((tmp_path / "out_text_document.parts").glob("*/*.json"))
+    assert any(path.name.startswith("file-000000") for path in begun) == (before == 4)
+    unread: list[Progress] = []
+    prepare_files(find_inputs(files), tmp_path / "out", replace(base, workers=after), unread.append)
+    assert unread[-1].resumed_bytes >= sum(file.stat().st_size for file in files[:3])
+    run(files, tmp_path / "fresh", base)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+
+
 # Output formats
 
 
@@ -281,6 +359,15 @@ def test_damaged_and_strange_parquet(tmp_path: Path, base: Settings) -> None:
     parquet.write_table(pyarrow.table({"text": ["one", None, "two"]}), good)
     parquet.write_table(pyarrow.table({"title": ["one"]}), values)
     bad.write_bytes(good.read_bytes()[:-20])
+    empty, binary = tmp_path / "empty.parquet", tmp_path / "binary.parquet"
+    parquet.ParquetWriter(empty, pyarrow.schema({"text": pyarrow.string()})).close()
+    assert parquet.ParquetFile(empty).num_row_groups == 0
+    parquet.write_table(pyarrow.table({"text": ["é".encode(), b"\xff"]}), binary)
+    strict = replace(base, max_bad_lines=0)
+    assert run([good, empty], tmp_path / "some", base)["documents"] == 2
+    assert run([empty, binary], tmp_path / "bytes", base)["dropped"]["kinds"] == {"undecodable": 1}
+    with pytest.raises(DataError, match=r"binary\.parquet:2: not UTF-8"):
+        run([empty, binary], tmp_path / "strict", strict)
     with pytest.raises(DataError, match=r"bad\.parquet:1: the parquet file is damaged"):
         run([good, bad], tmp_path / "out", base)
     manifest = run([good, bad], tmp_path / "out", replace(base, allow_damaged_files=True))
@@ -412,6 +499,122 @@ def test_two_runs_at_once_are_noticed(tmp_path: Path, base: Settings) -> None:
     prepare_files(find_inputs([source]), tmp_path / "out", base, second)
 
 
+def unlinked_as_on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is removed while this process has it open lives on under another name."""
+    unlink = os.unlink
+
+    def renamed(path: str | Path, *, dir_fd: int | None = None) -> None:
+        inode = os.stat(path, dir_fd=dir_fd).st_ino
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.fstat(int(descriptor)).st_ino == inode:
+                    name = Path(path).with_name(f".nfs{inode}")
+                    os.rename(path, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+                    return
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", renamed)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells open files by /proc")
+def test_the_work_directory_can_be_removed_from_nfs(
+    tmp_path: Path, base: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
+    with monkeypatch.context() as patch:
+        unlinked_as_on_nfs(patch)
+        run([tmp_path / "in.jsonl"], tmp_path / "out", base)
+    assert sorted(path.name for path in tmp_path.iterdir() if ".nfs" not in path.name) == [
+        "in.jsonl",
+        "out_text_document.bin",
+        "out_text_document.idx",
+        "out_text_document.json",
+    ]
+
+
+def test_a_work_directory_that_stays_is_no_failure(
+    tmp_path: Path,
+    base: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def busy(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
+    monkeypatch.setattr(prepare_module.shutil, "rmtree", busy)
+    assert run([tmp_path / "in.jsonl"], tmp_path / "out", base)["documents"] > 0
+    assert "out_text_document.parts: no longer needed, but cannot be removed" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(
+    tmp_path: Path,
+    base: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
+    monkeypatch.setattr("fcntl.flock", refused)
+    assert run([tmp_path / "in.jsonl"], tmp_path / "out", base)["documents"] > 0
+    assert "this file system has no locks" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EROFS, "mend")])
+@pytest.mark.parametrize("where", ["mkdir", "lock", "plan"])
+def test_a_disk_that_cannot_be_written_from_the_start(
+    tmp_path: Path,
+    base: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    remedy: str,
+    where: str,
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
+    files = find_inputs([tmp_path / "in.jsonl"])
+    at = {
+        "mkdir": (Path, "mkdir"),
+        "lock": (provenance, "_hold"),
+        "plan": (provenance, "write_json"),
+    }
+    monkeypatch.setattr(*at[where], failing)
+    with pytest.raises(DataError, match=f"out_text_document: cannot be written .*; {remedy}"):
+        prepare_files(files, tmp_path / "out", base)
+
+
+def test_hashes_of_the_input_are_kept(
+    tmp_path: Path, base: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_bytes(json_lines(TEXTS))
+    second.write_bytes(json_lines(TEXTS) + b"bad\n")
+    monkeypatch.setattr(provenance, "KEEP_SECONDS", 0.0)
+    make_parts = _Run.make_parts
+
+    def after_hashing(self: _Run) -> None:
+        hashes = self.directory / "hashes.json"
+        while not hashes.exists() or len(json.loads(hashes.read_bytes())) < 2:
+            time.sleep(0.01)
+        make_parts(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "make_parts", after_hashing)
+        with pytest.raises(DataError, match="not a line of JSON"):
+            run([first, second], tmp_path / "out", replace(base, max_bad_lines=0))
+    monkeypatch.setattr(provenance.InputHashes, "_hash", lambda *_: pytest.fail("hashed again"))
+    manifest = run([first, second], tmp_path / "out", base)
+    assert [entry["sha256"] for entry in manifest["inputs"]] == [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)
+    ]
+
+
 def test_an_input_changed_meanwhile_is_noticed(tmp_path: Path, base: Settings) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(json_lines(TEXTS))
@@ -427,7 +630,7 @@ def test_an_input_changed_meanwhile_is_noticed(tmp_path: Path, base: Settings) -
     [
         ({"workers": 0}, "--workers 0: choose 1 or more"),
         ({"format": "arrow"}, "--format arrow: choose megatron or fleetx"),
-        ({"document_separator": "line"}, "--document-separator line"),
+        ({"document_separator": "page"}, "--document-separator page"),
         ({"max_document_bytes": 0}, "--max-document-mb 0"),
         ({"json_key": "a/b"}, "--json-key 'a/b'"),
     ],

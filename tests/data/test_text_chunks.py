@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from fourfold.data.inputs import InputFile, describe_input, find_inputs
 from fourfold.data.text import Bad, ChunkReader, TextRule
-from fourfold.errors import DataError
+from fourfold.errors import DataError, UserError
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -81,6 +82,23 @@ def test_blank_line_documents(
     path.write_bytes(COMPRESSORS[ending](text.encode()))
     file, rule = describe_input(path), TextRule()
     expected = blank_line_documents(text.encode())
+    assert read_whole(file, rule) == expected
+    assert read_chunks(file, rule, size, readers) == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    text=st.text("ab é\u3000\x1c\r\n\n", max_size=60),
+    size=SIZES,
+    ending=ENDINGS,
+    readers=st.integers(1, 3),
+)
+def test_line_documents(directory: Path, text: str, size: int, ending: str, readers: int) -> None:
+    path = directory / f"lines.txt{ending}"
+    path.write_bytes(COMPRESSORS[ending](text.encode()))
+    file, rule = describe_input(path), TextRule(document_separator="line")
+    lines = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8")
+    expected = [line.removesuffix("\n") for line in lines if line.strip()]
     assert read_whole(file, rule) == expected
     assert read_chunks(file, rule, size, readers) == expected
 
@@ -192,6 +210,30 @@ def test_a_document_longer_than_allowed_is_bad_and_the_next_is_not(tmp_path: Pat
     rule = TextRule(max_document_bytes=50)
     assert read_whole(describe_input(path), rule) == [(8, "too long"), "short\n"]
     assert read_chunks(describe_input(path), rule, 10) == [(8, "too long"), "short\n"]
+
+
+@pytest.mark.parametrize("ending", COMPRESSORS)
+@pytest.mark.parametrize("limit", [1 << 20, 64 << 20])
+def test_a_file_without_blank_lines_takes_little_memory(
+    tmp_path: Path, ending: str, limit: int
+) -> None:
+    """A sentence to a line: a document too long is not kept, one that is not is kept once."""
+    path = tmp_path / f"in.txt{ending}"
+    content = b"".join(b"%x on the mat\n" % (number * 7919) for number in range(400_000))
+    path.write_bytes(COMPRESSORS[ending](content))
+    file, reader = describe_input(path), ChunkReader(TextRule(max_document_bytes=limit))
+    tracemalloc.start()
+    (document,) = reader.documents(file, 0, 100_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(document, str) == (limit > len(content))
+    held = len(content) if isinstance(document, str) else limit
+    assert peak < 4 * held + (4 << 20)
+
+
+def test_a_separator_nobody_knows() -> None:
+    with pytest.raises(UserError, match="--document-separator page: choose one of blank-line, "):
+        TextRule(document_separator="page")
 
 
 # Which files
