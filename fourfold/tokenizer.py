@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,6 +86,14 @@ class Tokenizer:
             marks = {_CUT: self.vocab_size, _END: self.vocab_size + 1}
             self._fast = _fast_encoding(ranks, self._specials | marks)
         self.identity: str = _identity(file, ranks, self._specials)
+        # What it was before: a hash of the library's own words, which change with its version.
+        self.older_identity: str | None = None
+        if ranks is None:
+            self.older_identity = hashlib.sha256(file.to_str().encode()).hexdigest()
+
+    def is_known_as(self, identity: object) -> bool:
+        """Whether data or a checkpoint that names this identity means this tokenizer."""
+        return identity is not None and identity in (self.identity, self.older_identity)
 
     @classmethod
     def load(cls, path: str | Path | tuple[str | Path, str | Path]) -> Tokenizer:
@@ -393,10 +402,43 @@ def _fast_encoding(ranks: dict[bytes, int], specials: dict[str, int]) -> tiktoke
 def _identity(file: TokenizerFile, ranks: dict[bytes, int] | None, specials: dict[str, int]) -> str:
     """A hash equal for two tokenizers exactly when they are the same one, however stored."""
     if ranks is None:
-        return hashlib.sha256(file.to_str().encode()).hexdigest()
+        return canonical_identity(file.to_str())
     tokens = sorted((token_id, token.hex()) for token, token_id in ranks.items())
     content = json.dumps([GPT2_SPLIT, tokens, sorted(specials.items())])
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+# Where `tokenizers` gave a part of a tokenizer a new option, older files mean this value by leaving
+# it out. Every other option is off unless it is mentioned.
+_ON_UNLESS_MENTIONED = {"use_regex", "split"}
+
+
+def canonical_identity(text: str) -> str:
+    """A hash of what a tokenizer.json says, whichever version of `tokenizers` wrote it."""
+    content = json.dumps(_canonical(json.loads(text)), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _canonical(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_canonical(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    said: dict[str, Any] = {}
+    for key, value in state.items():
+        unless_mentioned = (True,) if key in _ON_UNLESS_MENTIONED else (None, False)
+        if key == "vocab":
+            said[key] = value
+        elif key == "merges":
+            said[key] = _pairs(value)
+        elif not any(value is each for each in unless_mentioned):
+            said[key] = _canonical(value)
+    return said
+
+
+def _pairs(merges: list[Any]) -> list[list[str]]:
+    """Merges are written as pairs, or joined by a blank, which no token of such a file holds."""
+    return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in merges]
 
 
 def _joined(encoded: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -441,7 +483,44 @@ def _without_surrogates(text: str) -> str:
 
 
 def num_processors() -> int:
-    """How many this process may use."""
+    """How many this process may use: by its affinity, and by the quota of its container."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, cgroup_processors())))
+
+
+def cgroup_processors(root: Path = Path("/")) -> float:
+    """The processors' worth of time a container is limited to; infinite without a limit.
+
+    The limits of the groups around it count as well. A container may see its own group as the
+    root of all, so a group whose path is not there is looked for at the root.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    limits = [math.inf]
+    for line in lines:
+        _, kinds, group = line.split(":", 2)
+        mounted = root / "sys/fs/cgroup"
+        if kinds:
+            if "cpu" not in kinds.split(","):
+                continue
+            mounted /= "cpu"  # version 1; in version 2 all kinds are one
+        inside = Path(group.lstrip("/"))
+        limits += [_quota(mounted / each) for each in [inside, *inside.parents]]
+    return min(limits)
+
+
+def _quota(group: Path) -> float:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return float(quota) / float(period) if float(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf  # "max", or not limited by time

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
 import subprocess
 import sys
 import sysconfig
@@ -15,8 +18,18 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerFile
 
+from fourfold.data import open_datasets
+from fourfold.data.agreement import check_agreement, check_checkpoint_tokenizer
+from fourfold.data.prepare import prepare
 from fourfold.errors import DataError, UserError
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer, train
+from fourfold.tokenizer import (
+    END_OF_TEXT,
+    Tokenizer,
+    canonical_identity,
+    cgroup_processors,
+    num_processors,
+    train,
+)
 
 VOCAB_SIZE = 1500
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -200,9 +213,111 @@ def test_identity_tells_tokenizers_apart(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.identity) == 64
 
 
+def unusual(tmp_path: Path) -> Path:
+    """A tokenizer that only `tokenizers` can encode with: blanks are left as they are."""
+    state = json.loads(train(["the cat sat on the mat"] * 9, 262).to_json())
+    state["pre_tokenizer"]["use_regex"] = False
+    (tmp_path / "unusual.json").write_text(json.dumps(state))
+    return tmp_path / "unusual.json"
+
+
+def test_identity_does_not_depend_on_who_wrote_the_file(tmp_path: Path) -> None:
+    """As versions of `tokenizers` differ: merges joined or in pairs, options left out or said."""
+    tokenizer = Tokenizer.load(unusual(tmp_path))
+    assert not tokenizer.is_gpt2_like
+    state = json.loads(tokenizer.to_json())
+    assert canonical_identity(json.dumps(state)) == tokenizer.identity
+    older = json.loads(json.dumps(state))
+    older["model"]["merges"] = [" ".join(pair) for pair in state["model"]["merges"]]
+    del older["model"]["ignore_merges"], older["model"]["byte_fallback"], older["padding"]
+    assert canonical_identity(json.dumps(dict(reversed(older.items())))) == tokenizer.identity
+    others = [json.loads(json.dumps(state)) for _ in range(4)]
+    others[0]["pre_tokenizer"]["use_regex"] = True
+    others[1]["model"]["byte_fallback"] = True
+    others[2]["model"]["merges"].reverse()
+    others[3]["added_tokens"][0]["id"] = 0
+    identities = {canonical_identity(json.dumps(other)) for other in others}
+    assert len(identities | {tokenizer.identity}) == 5
+
+
+def test_what_an_older_version_recorded_is_still_this_tokenizer(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    mine = Tokenizer.load(unusual(tmp_path))
+    recorded = hashlib.sha256(TokenizerFile.from_str(mine.to_json()).to_str().encode()).hexdigest()
+    assert mine.is_known_as(recorded) and mine.is_known_as(mine.identity)
+    assert not mine.is_known_as(tokenizer.identity)
+    assert not tokenizer.is_known_as(None)
+    # Data of before and of now, and a run on each.
+    made = prepare(["the cat sat"], tmp_path / "now", mine)
+    prepare(["the cat sat"], tmp_path / "before", mine)
+    entry = {key: value for key, value in made["tokenizer"].items() if key != "older_identity"}
+    before = made | {"tokenizer": entry | {"identity": recorded}}
+    (tmp_path / "before.json").write_text(json.dumps(before))
+    datasets = open_datasets([tmp_path / "before", tmp_path / "now"])
+    named = str(tmp_path / "unusual.json")
+    assert check_agreement(datasets, 300, named, allowed=False) == []
+    assert check_checkpoint_tokenizer(recorded, datasets[1:], "step_1", allowed=False) == []
+    with pytest.raises(DataError, match="made with another tokenizer"):
+        check_checkpoint_tokenizer(tokenizer.identity, datasets, "step_1", allowed=False)
+
+
+# Processors
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {"cpu.max": "400000 100000"}, 4.0),
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/elsewhere", {"cpu.max": "200000 100000"}, 2.0),
+        (
+            "4:cpu,cpuacct:/job\n3:cpuset:/\n0::/",
+            {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            3.0,
+        ),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "?", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("", {}, math.inf),
+    ],
+)
+def test_processors_of_a_container(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: float
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, content in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    assert cgroup_processors(tmp_path) == expected
+    assert cgroup_processors(tmp_path / "absent") == math.inf
+
+
+def test_processors_are_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quota, expected in ((0.3, 1), (1.2, 2), (math.inf, None)):
+        monkeypatch.setattr("fourfold.tokenizer.cgroup_processors", lambda quota=quota: quota)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+        assert num_processors() == (expected or 7)
+
+
 def test_save_into_a_directory_leaves_one_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert tokenizer.save(tmp_path) == tmp_path / "tokenizer.json"
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_what_is_saved_is_on_the_disk_before_it_has_its_name(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (done.append("synced"), fsync(number)))
+    monkeypatch.setattr(
+        Path, "replace", lambda self, target: (done.append("named"), replace(self, target))
+    )
+    tokenizer.save(tmp_path)
+    assert done[:2] == ["synced", "named"]
 
 
 def test_transformers_loads_what_is_saved(tokenizer: Tokenizer, saved: Path) -> None:

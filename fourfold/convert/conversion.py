@@ -137,7 +137,7 @@ def _tokenizer(model: ForeignModel, named: Path | str | None, force: bool) -> To
             f"{place} has {tokenizer.vocab_size} tokens, more than the {model.model['vocab_size']} "
             f"of the model at {model.path}; it is another model's tokenizer"
         )
-    if model.made_with not in (None, tokenizer.identity):
+    if not (model.made_with is None or tokenizer.is_known_as(model.made_with)):
         text = (
             f"{place} is another tokenizer ({tokenizer.identity[:12]}) than the one that made the "
             f"training data of {model.path} ({str(model.made_with)[:12]}), so the model knows each "

@@ -79,7 +79,7 @@ def _tokenizer_place(directory: Path, state: dict[str, Any]) -> Path | None:
     found = [place for place in places if place is not None]
     for place in found if len(found) > 1 else []:
         with suppress(UserError):
-            if Tokenizer.load(place).identity == state.get("tokenizer"):
+            if Tokenizer.load(place).is_known_as(state.get("tokenizer")):
                 return place
     return found[0] if found else None
 

@@ -64,20 +64,20 @@ def check_agreement(
             f"{dataset.path}: made with another tokenizer ({_short(made_by.by)}) than {first.path} "
             f"({_short(first_made.by)}), so the same id means two things; prepare both with one"
             for dataset, made_by in told[1:]
-            if made_by.by != first_made.by
+            if not made_by.names & first_made.names
         ]
     if told and tokenizer is not None:
         try:
-            named = Tokenizer.load(tokenizer).identity
+            named = Tokenizer.load(tokenizer)
         except UserError as error:
             remarks.append(f"whether the data was made with Global.tokenizer is unknown: {error}")
         else:
             wrong += [
                 f"{dataset.path}: made with another tokenizer ({_short(made_by.by)}) than "
-                f"Global.tokenizer={tokenizer} ({_short(named)}); name the one it was made with, "
-                "or prepare the data again"
+                f"Global.tokenizer={tokenizer} ({_short(named.identity)}); name the one it was "
+                "made with, or prepare the data again"
                 for dataset, made_by in told
-                if made_by.by != named
+                if not any(map(named.is_known_as, made_by.names))
             ]
     if wrong and not allowed:
         raise DataError(f"{wrong[0]}; {REMEDY}")
@@ -88,13 +88,13 @@ def check_checkpoint_tokenizer(
     saved: Any, datasets: Sequence[TokenDataset], checkpoint: str, allowed: bool
 ) -> list[str]:
     """The same for the identity a checkpoint recorded, None where its data had none."""
-    present = tokenizer_of(datasets)
-    if saved is None or present is None or saved == present:
+    present = next((told for dataset in datasets if (told := dataset.made)), None)
+    if saved is None or present is None or saved in present.names:
         return []
     text = (
         f"{checkpoint} was trained on data made with another tokenizer ({_short(str(saved))}) than "
-        f"the data named now ({_short(present)}): the model knows each id as another text; go on "
-        "with data of the checkpoint's tokenizer, or start a new run"
+        f"the data named now ({_short(present.by)}): the model knows each id as another text; go "
+        "on with data of the checkpoint's tokenizer, or start a new run"
     )
     if not allowed:
         raise DataError(f"{text}; {REMEDY}")

@@ -42,6 +42,7 @@ class Made:
     by: str
     vocab_size: int
     eos_id: int | None
+    names: frozenset[str]  # the tokenizer's identity, and the one older versions knew it by
 
 
 class TokenDataset:
@@ -130,7 +131,8 @@ class TokenDataset:
         identity, size, eos = about.get("identity"), about.get("vocab_size"), about.get("eos_id")
         if not isinstance(identity, str) or not isinstance(size, int):
             return None
-        return Made(identity, size, eos if isinstance(eos, int) else None)
+        names = {name for name in (identity, about.get("older_identity")) if isinstance(name, str)}
+        return Made(identity, size, eos if isinstance(eos, int) else None, frozenset(names))
 
     @cached_property
     def is_as_written(self) -> bool:

@@ -380,6 +380,8 @@ def tokenizer_entry(tokenizer: Tokenizer, place: str | tuple[str, str] | None) -
         entry = {"name": ", ".join(place), "files": list(place)}
     elif place is not None:
         entry = {"name": place}
+    if tokenizer.older_identity is not None:
+        entry["older_identity"] = tokenizer.older_identity
     return entry | {
         "identity": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,

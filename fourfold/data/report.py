@@ -38,7 +38,9 @@ def inspect(
     if decoder is None:
         decoder, problem = find_tokenizer(dataset)
     made_with = _section(dataset.manifest, "tokenizer")
-    if decoder is not None and made_with.get("identity") not in (None, decoder.identity):
+    if decoder is not None and not (
+        made_with.get("identity") is None or decoder.is_known_as(made_with["identity"])
+    ):
         problem = "the tokenizer given is not the one the data was made with; samples may be wrong"
     eos_id = made_with.get("eos_id")
     if not isinstance(eos_id, int):
@@ -108,7 +110,7 @@ def find_tokenizer(dataset: TokenDataset) -> tuple[Tokenizer | None, str | None]
             tokenizer = Tokenizer.load(candidate)
         except (UserError, OSError):
             continue
-        if tokenizer.identity == identity:
+        if tokenizer.is_known_as(identity):
             return tokenizer, None
     named = f" ({', '.join(names)})" if names else ""
     return None, f"the tokenizer of the data{named} was not found; give --tokenizer"

@@ -61,7 +61,8 @@ class Feeds:
         if named is not None:
             with suppress(UserError):
                 tokenizer = Tokenizer.load(named)
-                if tokenizer_of(self.sources) in (None, tokenizer.identity):
+                made_by = tokenizer_of(self.sources)
+                if made_by is None or tokenizer.is_known_as(made_by):
                     return tokenizer
         found = (find_tokenizer(source)[0] for source in self.sources)
         return next((tokenizer for tokenizer in found if tokenizer is not None), None)

@@ -83,7 +83,7 @@ def check_made_with(
     on_notice: Notice,
 ) -> None:
     """Refuse a tokenizer that is not the one of the checkpoint's data, unless that is allowed."""
-    if tokenizer is not None and made_with not in (None, tokenizer.identity):
+    if not (tokenizer is None or made_with is None or tokenizer.is_known_as(made_with)):
         named = config.Global.tokenizer
         given = f"Global.tokenizer={named}" if named else "the one found without Global.tokenizer"
         text = (

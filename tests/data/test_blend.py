@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fourfold.config.recipe import Recipe, parse_recipe
+from fourfold.config.recipe import Recipe, Rounding, parse_recipe
 from fourfold.data import blend
 from fourfold.data.blend import blend_index, blend_sizes, choose_sources, normalised, open_blend
 
@@ -98,7 +99,7 @@ def test_a_longer_mixture_begins_with_the_shorter(
     assert choose_sources(shares, long)[:short].tolist() == choose_sources(shares, short).tolist()
 
 
-@given(weights=WEIGHTS, size=st.integers(0, 900), rounding=st.sampled_from(blend.ROUNDINGS))
+@given(weights=WEIGHTS, size=st.integers(0, 900), rounding=st.sampled_from(get_args(Rounding)))
 @settings(max_examples=100, deadline=None)
 def test_what_is_opened_suffices(weights: list[float], size: int, rounding: str) -> None:
     shares = normalised(weights)

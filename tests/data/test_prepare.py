@@ -28,6 +28,7 @@ class Numbers:
     """A tokenizer whose text is its ids: "1 2 3"."""
 
     identity = "numbers"
+    older_identity = None
 
     def __init__(self, vocab_size: int = 100, eos_id: int = 99) -> None:
         self.vocab_size = vocab_size
