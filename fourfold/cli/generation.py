@@ -110,6 +110,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def shown(text: str) -> str:
+    """On a terminal no text of a prompt or a model may do anything but be read."""
+    if not sys.stdout.isatty():
+        return text
+    kept = "\n\t"
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 def write(module: GenerationModule, prompts: list[str]) -> None:
     """Print every prompt with its continuations; a single one appears as it is written."""
     single = len(prompts) == 1 and module.options.num_return_sequences == 1
@@ -118,7 +126,7 @@ def write(module: GenerationModule, prompts: list[str]) -> None:
         return
     for prompt, continuations in zip(prompts, module.complete(prompts)):
         for continuation in continuations:
-            print(f"Prompt: {prompt}\nGeneration: {prompt}{continuation.text}")
+            print(shown(f"Prompt: {prompt}\nGeneration: {prompt}{continuation.text}"))
 
 
 def write_single(module: GenerationModule, prompt: str) -> None:
@@ -126,16 +134,16 @@ def write_single(module: GenerationModule, prompt: str) -> None:
 
     def show(_prompt: int, _number: int, text: str) -> None:
         if not written:
-            print(f"Prompt: {prompt}\nGeneration: {prompt}", end="")
+            print(shown(f"Prompt: {prompt}\nGeneration: {prompt}"), end="")
         written.append(text)
-        print(text, end="", flush=True)
+        print(shown(text), end="", flush=True)
 
     [[continuation]] = module.complete([prompt], on_text=show)
     if written:
         print()
     else:
         # Beam search has nothing to show before its end, and a text may end at once.
-        print(f"Prompt: {prompt}\nGeneration: {prompt}{continuation.text}")
+        print(shown(f"Prompt: {prompt}\nGeneration: {prompt}{continuation.text}"))
 
 
 def converse(module: GenerationModule) -> None:

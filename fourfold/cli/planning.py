@@ -282,7 +282,7 @@ def _parse_tokens(text: str) -> float:
 def _pick(plan: Plan, text: str) -> Candidate:
     """The candidate a user names: a row, `file`, or degrees."""
     from fourfold.plan.planner import candidate_of
-    from fourfold.plan.search import TIGHT, one_spread, search
+    from fourfold.plan.search import concerns, one_spread, search
 
     if text in ("file", "config"):
         if plan.own is None:
@@ -298,8 +298,9 @@ def _pick(plan: Plan, text: str) -> Candidate:
         raise UserError(
             f"--explain {text}: no legal layout of {plan.cluster.world} ranks has these"
         )
-    order = (costs.bytes_ > TIGHT * plan.cluster.usable_bytes) * 1e12 + costs.seconds
-    spread = one_spread(costs.spread, int(order.argmin()))
+    cluster = plan.cluster
+    concern = concerns(costs.bytes_, cluster.usable_bytes, cluster.device.memory_band)
+    spread = one_spread(costs.spread, int((concern * 1e12 + costs.seconds).argmin()))
     return candidate_of(plan.subject, spread, plan.cluster, plan.coefficients)
 
 

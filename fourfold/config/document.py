@@ -23,7 +23,7 @@ DEEPEST_NESTING = 50
 _NULL = {"", "~", "null", "Null", "NULL", "None"}
 _TRUE = {"true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"}
 _FALSE = {"false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"}
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]{0,17})")
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]{0,39})")
 _FLOAT = re.compile(r"[-+]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][-+]?[0-9]{1,5})?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF|nan|NaN|NAN)")
 

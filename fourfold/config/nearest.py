@@ -9,6 +9,8 @@ from difflib import get_close_matches
 def nearest(name: str, names: Iterable[str]) -> list[str]:
     """The name most like `name`, or nothing when none is close."""
     by_folded = {known.lower(): known for known in names}
+    if len(name) <= 3:  # any two such words are alike: tpu is not a slip of gpu, but gup is
+        return [known for low, known in by_folded.items() if sorted(low) == sorted(name.lower())]
     matches = get_close_matches(name.lower()[:100], list(by_folded), n=1, cutoff=0.6)
     return [by_folded[match] for match in matches]
 

@@ -21,36 +21,90 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-WHOLE = _words("""
-    --tensor-model-parallel-size --pipeline-model-parallel-size
-    --num-layers-per-virtual-pipeline-stage --num-layers --hidden-size --ffn-hidden-size
-    --num-attention-heads --seq-length --max-position-embeddings --micro-batch-size
-    --global-batch-size --train-samples --train-iters --lr-decay-samples --lr-decay-iters
-    --lr-warmup-samples --lr-warmup-iters --make-vocab-size-divisible-by --vocab-size --seed
-    --log-interval --save-interval --eval-interval --eval-iters --recompute-num-layers
-    --distributed-timeout-minutes
-""")
-NUMBERS = _words("""
-    --lr --min-lr --lr-warmup-fraction --clip-grad --weight-decay --adam-beta1 --adam-beta2
-    --adam-eps --init-method-std --initial-loss-scale --hidden-dropout --attention-dropout
-""")
-TEXTS = _words("""
-    --split --data-cache-path --vocab-file --merge-file --tokenizer-model --save --load
-    --tensorboard-dir
-""")
-LISTS = _words("--data-path --train-data-path --valid-data-path --test-data-path")
-CHOICES = {
-    "--lr-decay-style": ["cosine", "linear", "constant"],
-    "--tokenizer-type": ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
-    "--recompute-granularity": ["full", "selective"],
-    "--recompute-method": ["uniform"],
-    "--data-impl": ["mmap", "infer"],
-    "--optimizer": ["adam"],
+# Flag and its meaning, as --help shows it.
+WHOLE = {
+    "--tensor-model-parallel-size": "ranks that share each layer (1)",
+    "--pipeline-model-parallel-size": "ranks that each hold some of the layers (1)",
+    "--num-layers-per-virtual-pipeline-stage": "layers of a stage, for several stages per rank",
+    "--num-layers": "transformer layers",
+    "--hidden-size": "width of the residual stream",
+    "--ffn-hidden-size": "width inside the feed-forward block (4 x hidden size)",
+    "--num-attention-heads": "attention heads",
+    "--seq-length": "tokens per sample",
+    "--max-position-embeddings": "learned positions, at least --seq-length",
+    "--micro-batch-size": "samples per forward pass",
+    "--global-batch-size": "samples per step over all ranks (micro-batch size x data ranks)",
+    "--train-samples": "samples of the whole run",
+    "--train-iters": "steps of the whole run, in place of --train-samples",
+    "--lr-decay-samples": "samples after which the learning rate is --min-lr (the whole run)",
+    "--lr-decay-iters": "the same in steps, with --train-iters",
+    "--lr-warmup-samples": "samples over which the learning rate rises (0)",
+    "--lr-warmup-iters": "the same in steps, with --train-iters",
+    "--make-vocab-size-divisible-by": "pad the vocabulary to a multiple of it x tensor ranks (128)",
+    "--vocab-size": "size of the vocabulary, with NullTokenizer",
+    "--seed": "seed of weights, order and dropout (1234)",
+    "--log-interval": "steps between log lines (100)",
+    "--save-interval": "steps between checkpoints (only at the end)",
+    "--eval-interval": "steps between evaluations (1000)",
+    "--eval-iters": "batches of an evaluation (100)",
+    "--recompute-num-layers": "layers recomputed together; always 1 here",
+    "--distributed-timeout-minutes": "how long a rank may wait for the others (10)",
 }
-SWITCHES = _words("""
-    --fp16 --bf16 --sequence-parallel --recompute-activations --checkpoint-activations
-    --use-distributed-optimizer --reset-position-ids --reset-attention-mask --eod-mask-loss
-""")
+NUMBERS = {
+    "--lr": "learning rate after the warm-up",
+    "--min-lr": "learning rate at the end (0)",
+    "--lr-warmup-fraction": "warm-up as a share of the decay",
+    "--clip-grad": "largest norm of the gradient (1.0)",
+    "--weight-decay": "decoupled weight decay (0.01)",
+    "--adam-beta1": "decay of the average of gradients (0.9)",
+    "--adam-beta2": "decay of the average of squared gradients (0.999)",
+    "--adam-eps": "added to the denominator of the update (1e-8)",
+    "--init-method-std": "standard deviation of the initial weights (0.02)",
+    "--initial-loss-scale": "loss scale to begin with, for --fp16",
+    "--hidden-dropout": "dropout of embeddings and blocks (0.1)",
+    "--attention-dropout": "dropout of attention probabilities (0.1)",
+}
+TEXTS = {
+    "--split": "shares of the documents for training, validation and test (969, 30, 1)",
+    "--data-cache-path": "directory of the sample indices",
+    "--vocab-file": "GPT-2's vocab.json",
+    "--merge-file": "GPT-2's merges.txt",
+    "--tokenizer-model": "tokenizer.json or its directory, with HuggingFaceTokenizer",
+    "--save": "directory of checkpoints, logs and config.yaml",
+    "--load": "directory to start from, if it has checkpoints",
+    "--tensorboard-dir": "directory of TensorBoard event files",
+}
+LISTS = {
+    "--data-path": "token files, divided by --split",
+    "--train-data-path": "token files to train on, in place of --data-path",
+    "--valid-data-path": "token files to validate on",
+    "--test-data-path": "token files to test on",
+}
+CHOICES = {
+    "--lr-decay-style": (["cosine", "linear", "constant"], "how the learning rate falls (linear)"),
+    "--tokenizer-type": (
+        ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
+        "which tokenizer the data was made with; NullTokenizer knows only its size",
+    ),
+    "--recompute-granularity": (
+        ["full", "selective"],
+        "recompute whole layers, or attention only, in the backward pass",
+    ),
+    "--recompute-method": (["uniform"], "with --recompute-granularity full"),
+    "--data-impl": (["mmap", "infer"], "changes nothing: files are memory-mapped"),
+    "--optimizer": (["adam"], "changes nothing: the optimizer is AdamW"),
+}
+SWITCHES = {
+    "--fp16": "train in float16 with fp32 master weights",
+    "--bf16": "train in bfloat16",
+    "--sequence-parallel": "split activations along the sequence too, over the tensor ranks",
+    "--recompute-activations": "the same as --recompute-granularity selective",
+    "--checkpoint-activations": "the same as --recompute-granularity full",
+    "--use-distributed-optimizer": "divide the optimizer state over the data ranks",
+    "--reset-position-ids": "count positions from 0 after each end of text",
+    "--reset-attention-mask": "let no token attend beyond its own document",
+    "--eod-mask-loss": "leave positions that read the end of text out of the loss",
+}
 # What they ask for is always so, is decided by the device, or has nothing here to switch off.
 WITHOUT_EFFECT = _words("""
     --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
@@ -147,16 +201,17 @@ def _reader() -> FlagReader:
         "Train a GPT by the flags of Megatron-DeepSpeed's pretrain_gpt.py. They become a "
         "config.yaml in the directory of --save, which names the flag behind each value.",
     )
-    for flag in WHOLE:
-        flags.value(flag, "", type=whole)
-    for flag in NUMBERS:
-        flags.value(flag, "", type=number)
-    for flag in TEXTS:
-        flags.value(flag, "")
-    for flag in LISTS:
-        flags.value(flag, "prefixes, or weights and prefixes", nargs="+", metavar="PREFIX")
-    for flag, choices in CHOICES.items():
-        flags.value(flag, "", choices=choices, metavar="|".join(choices))
+    for flag, meaning in WHOLE.items():
+        flags.value(flag, meaning, type=whole)
+    for flag, meaning in NUMBERS.items():
+        flags.value(flag, meaning, type=number)
+    for flag, meaning in TEXTS.items():
+        flags.value(flag, meaning)
+    for flag, meaning in LISTS.items():
+        said = f"{meaning}: prefixes, or weights and prefixes"
+        flags.value(flag, said, nargs="+", metavar="PREFIX")
+    for flag, (choices, meaning) in CHOICES.items():
+        flags.value(flag, meaning, choices=choices, metavar="|".join(choices))
     flags.value(
         "--rampup-batch-size",
         "the global batch grows from START by INCREMENT over SAMPLES",
@@ -164,8 +219,8 @@ def _reader() -> FlagReader:
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
     )
-    for flag in SWITCHES:
-        flags.switch(flag, "")
+    for flag, meaning in SWITCHES.items():
+        flags.switch(flag, meaning)
     for flag in WITHOUT_EFFECT:
         flags.switch(flag, "changes nothing")
     for flag in WITHOUT_EFFECT_WITH_VALUE:
@@ -240,7 +295,7 @@ def _check_learning_rate(given: Given) -> None:
 
 
 def _check_data(given: Given) -> None:
-    own = [flag for flag in LISTS[1:] if flag in given]
+    own = [flag for flag in list(LISTS)[1:] if flag in given]
     if "--data-path" in given and own:
         _exclusive(given, "--data-path", own[0])
     if "--data-path" not in given and "--train-data-path" not in given:

@@ -13,7 +13,7 @@ import numpy as np
 from fourfold.plan.cluster import GIB, PRESETS, Cluster
 from fourfold.plan.memory import fullest_stage
 from fourfold.plan.planner import CUT, Candidate, Fit, Plan, candidate_of, fit_of
-from fourfold.plan.search import TIGHT, legal_spreads, one_spread
+from fourfold.plan.search import legal_spreads, one_spread
 from fourfold.plan.subject import Subject
 from fourfold.plan.workload import Spread
 
@@ -51,7 +51,7 @@ def _shortfall(candidate: Candidate) -> str:
     return (
         f"{listed} = {candidate.bytes_ / GIB:.1f} GiB on stage {candidate.fullest_stage}, "
         f"{(candidate.bytes_ - candidate.capacity) / GIB:.2f} GiB more than the "
-        f"{candidate.capacity / GIB:.0f} of a device (a step would take {candidate.seconds:.4g} s)"
+        f"{candidate.capacity / GIB:.1f} of a device (a step would take {candidate.seconds:.4g} s)"
     )
 
 
@@ -187,13 +187,30 @@ def shape_lint(subject: Subject, candidate: Candidate | None) -> Iterator[str]:
         )
     if spread.pp > 1 and spread.micro_batches < 4 * spread.pp:
         yield (
-            f"{spread.micro_batches} micro-batches over pp{spread.pp}: the bubble takes "
+            f"{spread.micro_batches} micro-batch{'es' * (spread.micro_batches > 1)} over "
+            f"pp{spread.pp}: the bubble takes "
             f"{candidate.bubble:.1%} of the step; 4 x {spread.pp} or more make it small"
         )
     if network.ffn % (64 * spread.mp) or network.hidden % (64 * spread.mp):
         yield (
             f"hidden {network.hidden} and ffn {network.ffn} over mp{spread.mp} are not multiples "
             "of 64 per rank: tiles of matrix products are partly empty"
+        )
+
+
+def precision_advice(plan: Plan) -> Iterator[str]:
+    """Where another number format is faster on this device."""
+    device, precision = plan.cluster.device, plan.subject.precision
+    if precision == "bfloat16" and not device.has_bf16:
+        yield f"{device.name} has no bfloat16 products: fp32 rates are assumed; float16 is faster"
+    if not device.is_cpu or precision == "float32":
+        return
+    low, full = plan.cluster.machine(precision), plan.cluster.machine("float32")
+    faster = float(full.peak * full.sustained) / float(low.peak * low.sustained)
+    if faster > 1 + WORTH_SAYING:
+        yield (
+            f"products in float32 are {faster:.2g} times as fast as in {precision} on this "
+            "processor; use -o Engine.mix_precision.dtype=float32"
         )
 
 
@@ -227,9 +244,10 @@ def impossible(plan: Plan) -> Iterator[str]:
     enough = smallest_world(subject, cluster)
     if enough is not None:
         name = cluster.device.name
-        yield f"smallest cluster of {name} that would: {enough} ({enough.world} devices)"
+        devices = f"{enough.world} device{'s' * (enough.world > 1)}"
+        yield f"smallest cluster of {name} that would: {enough} ({devices})"
     for device in sorted(PRESETS.values(), key=lambda device: device.memory_gib):
-        if fit_of(least.bytes_, device.memory_gib * GIB) == "fits":
+        if fit_of(least.bytes_, device.memory_gib * GIB, device.memory_band) == "fits":
             other = cluster.model_copy(update={"device": device})
             yield f"the same number of devices would with {device.memory_gib:g} GiB each: {other}"
             return
@@ -241,7 +259,8 @@ def smallest_world(subject: Subject, cluster: Cluster, most: int = 2**15) -> Clu
 
     def enough(nodes: int) -> bool:
         grown = cluster.model_copy(update={"nodes": nodes})
-        return _least_bytes(subject, grown) <= TIGHT * grown.usable_bytes
+        least = _least_bytes(subject, grown)
+        return fit_of(least, grown.usable_bytes, grown.device.memory_band) == "fits"
 
     low = high = 1
     while not enough(high):

@@ -19,7 +19,7 @@ from fourfold.engine.expectation import Expectation
 from fourfold.errors import UserError
 from fourfold.plan.advice import impossible
 from fourfold.plan.cluster import GIB, PRESETS, Cluster, Device, load_cluster, parse_cluster
-from fourfold.plan.doctor import crowded, plain_cpu
+from fourfold.plan.doctor import crowded, hardware, plain_cpu
 from fourfold.plan.planner import Candidate, Plan, plan
 from fourfold.tokenizer import num_processors
 
@@ -62,19 +62,42 @@ def describe_cluster(world: int, asked: str | None, device: str) -> tuple[Cluste
             f"with `fourfold doctor --nproc {world}` and leave --cluster out"
         )
     if asked is not None:
-        return _with_ranks(parse_cluster(asked), world), f"--cluster {asked}"
+        given = parse_cluster(asked)
+        return _with_ranks(given, world), f"--cluster {asked}{_filling(given, world)}"
     on_gpu = device != "cpu" and GPU_MODELS.is_dir()
     if CLUSTER_FILE.is_file():
         measured = load_cluster(CLUSTER_FILE)
         if measured.device.is_cpu is not on_gpu:
-            return _with_ranks(measured, world), f"{CLUSTER_FILE}, as measured"
+            return _with_ranks(measured, world), _told(measured) + _filling(measured, world)
     if on_gpu:
         found, per_node = _gpus()
         machine = Cluster(nodes=1, devices_per_node=per_node, device=found)
-        return machine.with_world(world), f"figures of {found.name}"
+        told = f"figures of {found.name}{_filling(machine, world)}"
+        return machine.with_world(world), told
     cpu = _typical_cpu(world)
     told = f"typical figures; `fourfold doctor --nproc {world}` measures this machine"
     return Cluster(nodes=1, devices_per_node=world, device=cpu), told
+
+
+def _told(measured: Cluster) -> str:
+    """Which file, and of what: it may have come here from another machine."""
+    told = f"{CLUSTER_FILE.resolve()}, measured on {measured.measured_on or 'a machine unnamed'}"
+    here = hardware() if measured.device.is_cpu else None
+    if measured.measured_on and here is not None and not measured.measured_on.endswith(here):
+        told += f", while this machine is {here}; `fourfold doctor --force` measures it"
+    return told
+
+
+def _filling(cluster: Cluster, world: int) -> str:
+    """A word on ranks that do not fill the nodes described."""
+    if cluster.device.is_cpu or world < cluster.devices_per_node:
+        return ""
+    per_node = cluster.with_world(world).devices_per_node
+    if per_node == cluster.devices_per_node:
+        return ""
+    return (
+        f"; {world} ranks do not fill nodes of {cluster.devices_per_node}, nodes of {per_node} do"
+    )
 
 
 def _with_ranks(cluster: Cluster, world: int) -> Cluster:
@@ -164,8 +187,8 @@ def _lines(made: Plan, best: Candidate, wishes: Wishes, origin: str) -> Iterator
 
 def _figures(candidate: Candidate) -> str:
     return (
-        f"{candidate.seconds:.3g} s a step (±{candidate.band:.0%}), "
-        f"{candidate.bytes_ / GIB:.2f} GiB a process"
+        f"{candidate.seconds:.3g} s a step ({candidate.band_text}), {candidate.bytes_ / GIB:.2f} "
+        f"GiB a process (at most +{candidate.memory_band:.0%}: {candidate.fit})"
     )
 
 

@@ -92,7 +92,9 @@ def calibrate(
     subject = subject_of(config, on_cpu=cluster.device.is_cpu)
     before = _predict(subject, cluster)
     moved = _fit(subject, cluster, measured.seconds)
-    device = moved.device.model_copy(update={"band": max(NARROWEST_BAND, measured.scatter)})
+    # A run whose steps vary that much tells little, but what is written must be readable.
+    band = min(max(NARROWEST_BAND, measured.scatter), 1.0)
+    device = moved.device.model_copy(update={"band": band, "band_below": None})
     moved = moved.model_copy(update={"device": device})
     after = _predict(subject, moved)
     lines = [

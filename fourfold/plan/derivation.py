@@ -10,7 +10,6 @@ from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_secon
 from fourfold.plan.machine import Group, bus_bandwidth
 from fourfold.plan.planner import Candidate, Plan
 from fourfold.plan.report import Economics
-from fourfold.plan.search import TIGHT
 
 MS = 1e3
 
@@ -36,8 +35,9 @@ def _memory(candidate: Candidate) -> Iterator[str]:
     for name, value, text in candidate.memory.lines():
         yield f"  {name:<16}{value / GIB:10.3f} GiB = {text}"
     yield (
-        f"  {'sum':<16}{candidate.bytes_ / GIB:10.3f} GiB of {candidate.capacity / GIB:g}: "
-        f"{candidate.fit} (above {TIGHT:.0%} is tight)"
+        f"  {'sum':<16}{candidate.bytes_ / GIB:10.3f} GiB, at most "
+        f"{candidate.most_bytes / GIB:.3f} (+{candidate.memory_band:.0%}), of "
+        f"{candidate.capacity / GIB:.1f}: {candidate.fit}"
     )
 
 
@@ -89,8 +89,7 @@ def _step(plan: Plan, candidate: Candidate) -> Iterator[str]:
     )
     for name, value, text in candidate.time.lines():
         yield f"  {name:<16}{value:10.4f} s   = {text}"
-    band = candidate.seconds * candidate.band
-    yield f"  {'sum':<16}{candidate.seconds:10.4f} s, ±{band:.3g}"
+    yield f"  {'sum':<16}{candidate.seconds:10.4f} s, {candidate.band_text}"
 
 
 def _rates(plan: Plan, candidate: Candidate) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster, Device, find_device
+from fourfold.plan.cluster import (
+    GIB,
+    MEMORY_BAND_CPU,
+    UNCHECKED_BAND,
+    Cluster,
+    Device,
+    find_device,
+)
 from fourfold.plan.coefficients import load_coefficients
 from fourfold.plan.layertime import (
     BACKWARD_KERNELS,
@@ -60,6 +68,7 @@ def examine(processes: int, seconds: float, directory: Path) -> Findings:
         nodes=1,
         devices_per_node=processes,
         disk_gbps=disk / 1e9,
+        measured_on=f"{platform.node()}, {hardware()}",
         device=devices.pop(processes),
         shared_by=dict(sorted(devices.items())),
     )
@@ -200,10 +209,23 @@ def _plain_device(name: str, memory_gib: float, *, is_cpu: bool) -> Device:
             "intra_latency_us": 50.0 if is_cpu else like.intra_latency_us,
             "inter_latency_us": 100.0 if is_cpu else like.inter_latency_us,
             "band": UNCHECKED_BAND,
+            "memory_band": MEMORY_BAND_CPU if is_cpu else like.memory_band,
             "is_cpu": is_cpu,
             "cores": num_processors() if is_cpu else 0,
         }
     )
+
+
+def hardware() -> str:
+    """What computes here, by name."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _host_bytes() -> int:

@@ -1,11 +1,14 @@
 """`plan`: from a configuration and a cluster to ranked layouts.
 
 A plan holds one candidate for each way of cutting the ranks (mp, pp, dp, sharding): the fastest of
-its variants that fits. Layouts that fit come first, by step time; then those that only just fit.
+its variants that fits. Layouts that fit come first, by step time; then those that only just fit;
+then those that cut layers over several nodes, which nobody trains with where there is another way,
+unless mp is fixed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,14 +20,13 @@ from fourfold.mesh import Layout
 from fourfold.plan.cluster import Cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
 from fourfold.plan.memory import fullest_stage
-from fourfold.plan.search import TIGHT, Costs, Fixed, one_spread, search
+from fourfold.plan.search import Costs, Fixed, concerns, one_spread, search
 from fourfold.plan.steptime import step_time_of
 from fourfold.plan.subject import Subject, own_spread, subject_of
 from fourfold.plan.terms import Breakdown
 from fourfold.plan.workload import Spread
 
 Fit = Literal["fits", "tight", "no"]
-RANK: dict[Fit, int] = {"fits": 0, "tight": 1, "no": 2}
 COMMUNICATION = ("tensor parallel", "pipeline sends", "data parallel")
 
 
@@ -37,7 +39,9 @@ class Candidate:
     fullest_stage: int
     time: Breakdown
     capacity: float  # bytes of one device
-    band: float  # share by which the step time may be off
+    band: float  # share by which the step may take longer
+    band_below: float  # or be shorter
+    memory_band: float  # share by which memory may be more
     tokens_per_second: float  # of all ranks
     mfu: float
 
@@ -50,8 +54,30 @@ class Candidate:
         return float(self.memory.total)
 
     @property
+    def most_bytes(self) -> float:
+        """With what memory was found to be more than predicted."""
+        return self.bytes_ * (1 + self.memory_band)
+
+    @property
+    def concern(self) -> float:
+        return float(concerns(np.array(self.bytes_), self.capacity, self.memory_band))
+
+    @property
     def fit(self) -> Fit:
-        return fit_of(self.bytes_, self.capacity)
+        return fit_of(self.bytes_, self.capacity, self.memory_band)
+
+    @property
+    def band_text(self) -> str:
+        return off_by(self.band, self.band_below, lambda share: f"{share:.0%}")
+
+    @property
+    def seconds_text(self) -> str:
+        """With its band, as "65.6 ±11"."""
+
+        def shown(share: float) -> str:
+            return f"{self.seconds * share:.2g}"
+
+        return f"{self.seconds:.4g} {off_by(self.band, self.band_below, shown)}"
 
     @property
     def tokens_per_device(self) -> float:
@@ -139,13 +165,16 @@ def plan(
     coefficients = coefficients or load_coefficients()
     subject = subject_of(config, on_cpu=cluster.device.is_cpu)
     costs = search(subject, cluster, coefficients, fixed)
-    chosen = [] if costs is None else _best_of_each_cut(costs, cluster.usable_bytes)
+    chosen = [] if costs is None else _best_of_each_cut(costs, cluster)
     candidates = [
         candidate_of(subject, one_spread(costs.spread, index), cluster, coefficients)
         for index in chosen
         if costs is not None
     ]
-    candidates.sort(key=lambda candidate: (RANK[candidate.fit], candidate.seconds))
+    widest = None if fixed and "mp" in fixed else cluster.devices_per_node
+    candidates.sort(
+        key=lambda one: (widest is not None and one.spread.mp > widest, one.concern, one.seconds)
+    )
     own, problem = _own(subject, cluster) if own_problem is None else (None, own_problem)
     return Plan(
         subject,
@@ -172,24 +201,33 @@ def candidate_of(
         time=time,
         capacity=cluster.usable_bytes,
         band=cluster.device.band,
+        band_below=cluster.device.band_below or cluster.device.band,
+        memory_band=cluster.device.memory_band,
         tokens_per_second=subject.tokens_per_step / seconds,
         mfu=subject.model_flops / seconds / (float(machine.peak) * int(spread.world)),
     )
 
 
-def fit_of(bytes_: float, capacity: float) -> Fit:
+def fit_of(bytes_: float, capacity: float, memory_band: float) -> Fit:
     if bytes_ > capacity:
         return "no"
-    return "tight" if bytes_ > TIGHT * capacity else "fits"
+    return "tight" if bytes_ * (1 + memory_band) > capacity else "fits"
 
 
-def _best_of_each_cut(costs: Costs, capacity: float) -> list[int]:
+def off_by(above: float, below: float, shown: Callable[[float], str]) -> str:
+    """ "±11", or "+11 -2" where what is measured is mostly on one side."""
+    if above == below:
+        return f"±{shown(above)}"
+    return f"+{shown(above)} -{shown(below)}"
+
+
+def _best_of_each_cut(costs: Costs, cluster: Cluster) -> list[int]:
     """For each (mp, pp, dp, sharding): the fastest that fits, else the fastest that just fits."""
-    spread = costs.spread
+    spread, capacity = costs.spread, cluster.usable_bytes
     usable = np.flatnonzero(costs.bytes_ <= capacity)
-    tight = costs.bytes_[usable] > TIGHT * capacity
+    concern = concerns(costs.bytes_[usable], capacity, cluster.device.memory_band)
     keys = np.stack([np.asarray(getattr(spread, name))[usable] for name in CUT], axis=1)
-    order = np.lexsort((costs.seconds[usable], tight))
+    order = np.lexsort((costs.seconds[usable], concern))
     _, first = np.unique(keys[order], axis=0, return_index=True)
     return [int(index) for index in usable[order[first]]]
 

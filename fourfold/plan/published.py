@@ -291,14 +291,13 @@ def _software(family: str, row: dict[str, str]) -> Software:
 
 
 _GPU = re.compile(r"(V100|A100|A800|H100|H800|H200|B200|MI300X)(?:-(\d+)GB)?.*")
-_SAME = {"A800": "A100", "H800": "H100"}
 
 
 def _device(gpu: str, family: str) -> Device | None:
     match = _GPU.match(gpu)
     if match is None:
         return None
-    kind, size = _SAME.get(match[1], match[1]), match[2]
+    kind, size = match[1], match[2]
     if kind == "H100" and size == "96":
         # HBM2e and a limit of 500 of 700 W, which large products feel.
         return find_device("H100").model_copy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fourfold.plan.advice import near_misses, sensitivity, shape_lint
+from fourfold.plan.advice import near_misses, precision_advice, sensitivity, shape_lint
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND
 from fourfold.plan.goodput import Bill, Goodput, bill_of, devices_for, goodput_of
 from fourfold.plan.planner import Candidate, Plan
@@ -47,10 +47,9 @@ class Economics:
         listed = ", ".join(f"{devices:,} for {days} days" for days, devices in needed)
         yield f"devices needed at this rate per device: {listed}"
         if bill.days > 365:
-            yield (
-                f"{bill.days / 365:.1f} years: on {self.plan.cluster.world} devices this is a "
-                "benchmark, not a training run"
-            )
+            devices = count(self.plan.cluster.world, "device")
+            years = f"{bill.days / 365:.1f} years"
+            yield f"{years}: on {devices} this is a benchmark, not a training run"
 
 
 def headings(economics: Economics) -> list[str]:
@@ -60,15 +59,14 @@ def headings(economics: Economics) -> list[str]:
 
 
 def row(number: str, candidate: Candidate, economics: Economics) -> list[str]:
-    band = candidate.seconds * candidate.band
     cells = [
         number,
         candidate.layout,
         candidate.details,
-        f"{candidate.bytes_ / GIB:.1f}",
+        f"{candidate.bytes_ / GIB:.1f} +{candidate.memory_band * candidate.bytes_ / GIB:.1f}",
         candidate.fit,
-        f"{candidate.seconds:.4g} ±{band:.2g}",
-        f"{candidate.tokens_per_device:,.0f}",
+        candidate.seconds_text,
+        _rate(candidate.tokens_per_device),
         f"{candidate.mfu:.1%}",
         f"{candidate.bubble:.1%}",
         f"{candidate.exposed:.1%}",
@@ -79,6 +77,17 @@ def row(number: str, candidate: Candidate, economics: Economics) -> list[str]:
         if bill.cost is not None:
             cells.append(f"{bill.cost:,.0f}")
     return cells
+
+
+def _rate(tokens_per_second: float) -> str:
+    if tokens_per_second < 10:
+        return f"{tokens_per_second:.2g}"
+    return f"{tokens_per_second:,.0f}"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 device", "16 devices"."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def table(plan: Plan, top: int, economics: Economics) -> list[list[str]]:
@@ -106,13 +115,15 @@ def heading_lines(plan: Plan) -> Iterator[str]:
     looked = 0 if costs is None else len(costs)
     fitting = 0 if costs is None else int((costs.bytes_ <= plan.cluster.usable_bytes).sum())
     yield (
-        f"{size_text(subject.parameters)} parameters, {plan.cluster} = {plan.cluster.world} "
-        f"devices, global batch {subject.global_batch} x {subject.network.seq} tokens, "
-        f"{subject.precision}"
+        f"{size_text(subject.parameters)} parameters, {plan.cluster} = "
+        f"{count(plan.cluster.world, 'device')}, global batch {subject.global_batch} x "
+        f"{subject.network.seq} tokens, {subject.precision}"
     )
+    ways = count(len(plan.candidates), "way")
     yield (
-        f"{looked:,} legal layouts, {fitting:,} fit in {plan.cluster.device.memory_gib:.4g} GiB; "
-        f"{len(plan.candidates)} ways to cut the ranks, each with its fastest variant"
+        f"{count(looked, 'legal layout')}, {fitting:,} fit in "
+        f"{plan.cluster.device.memory_gib:.4g} GiB as predicted; {ways} to cut the ranks, each "
+        "with its fastest variant"
     )
 
 
@@ -122,7 +133,8 @@ def memory_line(candidate: Candidate) -> str:
     )
     return (
         f"memory per device (stage {candidate.fullest_stage} needs most): {parts} = "
-        f"{candidate.bytes_ / GIB:.2f} of {candidate.capacity / GIB:.0f} GiB: {candidate.fit}"
+        f"{candidate.bytes_ / GIB:.2f} GiB, with up to {candidate.memory_band:.0%} more "
+        f"{candidate.most_bytes / GIB:.1f} of {candidate.capacity / GIB:.1f}: {candidate.fit}"
     )
 
 
@@ -145,13 +157,23 @@ def advice_lines(plan: Plan, economics: Economics) -> Iterator[str]:
         )
     for remark in shape_lint(plan.subject, best):
         yield f"shape: {remark}"
+    yield from precision_advice(plan)
+    yield _band_line(best, plan)
+
+
+def _band_line(best: Candidate, plan: Plan) -> str:
     device = plan.cluster.device
-    if plan.subject.precision == "bfloat16" and not device.has_bf16:
-        yield f"{device.name} has no bfloat16 products: fp32 rates are assumed; float16 is faster"
-    known = "" if device.band < UNCHECKED_BAND else ": no published run on it could be checked"
-    yield (
-        f"step times on {device.name} may be off by ±{device.band:.0%}{known}; --self-test shows "
-        "how this is known, --calibrate narrows it with a run of your own"
+    known = "" if device.band < UNCHECKED_BAND else ", on which no published run could be checked"
+    whose = (
+        ""
+        if device.is_cpu
+        else ". These are errors on runs of programs like Megatron: Fourfold itself has not been "
+        "measured on a GPU"
+    )
+    return (
+        f"step times on {device.name}{known} may be off by {best.band_text}, memory by "
+        f"+{best.memory_band:.0%}{whose}; --self-test shows how this is known, --calibrate narrows "
+        "it with a run of your own"
     )
 
 
@@ -165,9 +187,11 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
             "fit": candidate.fit,
             "memory_bytes": candidate.memory.values_at(),
             "total_bytes": candidate.bytes_,
+            "most_bytes": candidate.most_bytes,
             "fullest_stage": candidate.fullest_stage,
             "step_seconds": candidate.seconds,
             "band": candidate.band,
+            "band_below": candidate.band_below,
             "time_seconds": candidate.time.values_at(),
             "tokens_per_second": candidate.tokens_per_second,
             "tokens_per_second_per_device": candidate.tokens_per_device,

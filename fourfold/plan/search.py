@@ -30,7 +30,7 @@ from fourfold.plan.workload import RECOMPUTE_MODES, Spread, take
 
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
-TIGHT = 0.92  # of the memory: above it, fragmentation decides
+NEARLY_FULL = 0.92  # of the memory: above it, fragmentation decides
 SEARCHED_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 
 Value = TypeVar("Value")
@@ -166,6 +166,13 @@ def cost_of(
         timed = step_time_of(subject.network, some, subject.software, machine, coefficients)
         seconds[wanted] = np.asarray(timed.total)
     return Costs(spread, memory, np.asarray(stage, dtype=float), bytes_, seconds)
+
+
+def concerns(bytes_: Floats, capacity: float, memory_band: float) -> Floats:
+    """What ranks before time: 0 fits even with what memory may be more than predicted, 1 fits as
+    predicted, 2 nearly fills the device, 3 does not fit."""
+    limits = capacity * np.array([1 / (1 + memory_band), NEARLY_FULL, 1.0])
+    return np.searchsorted(np.sort(limits), bytes_, side="left").astype(float)
 
 
 def search(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.plan.cluster import PRESETS, parse_cluster
+from fourfold.plan.cluster import MEMORY_BAND, PRESETS, parse_cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
 from fourfold.plan.evidence import KINDS, Evidence, fit_published
 from fourfold.plan.memory import fullest_stage, memory_of
@@ -172,11 +172,20 @@ def _memory(runs: Sequence[Run], targets: list[Target]) -> Iterator[str]:
         if limit is not None:
             name = f"memory, {run.family} {run.model.split('(')[0]}, {_measured_part(run)}"
             targets.append(Target(name, f"{error:+.1%} ({limit:.0%})", abs(error) <= limit))
+    over = [run.bytes_ / _needed(run) - 1 for run in runs if _is_whole(run)]
+    if over:
+        most = f"{max(over):.1%} ({MEMORY_BAND:.0%})"
+        name = f"memory, the most of {len(over)} whole runs over what a plan counts"
+        targets.append(Target(name, most, max(over) <= MEMORY_BAND))
     for part, errors in small.items():
         yield (
             f"  megatron goldens  {len(errors)} runs with hidden 512, {part}: mean "
             f"{np.mean(errors):+.1%}, mean absolute {np.mean(np.abs(errors)):.1%}"
         )
+
+
+def _is_whole(run: Run) -> bool:
+    return bool(np.isfinite(run.bytes_)) and run.metric not in MEMORY_PARTS
 
 
 def _measured_part(run: Run) -> str:

@@ -241,6 +241,9 @@ ROWS: dict[str, Row] = {
     "data split path": Row("data split --parts 1,1 --output-prefix new", SPLIT, "new_train.bin"),
     "data split --parts": Row(SPLIT, "... --parts 3,1", "new_train: 150"),
     "data split --output-prefix": Row(SPLIT, "... --output-prefix other", "other_train.bin"),
+    "data split --rounding": Row(
+        f"{SPLIT} --parts 1,1,1", "... --rounding megatron_deepspeed", "new_train: 66 documents"
+    ),
     "data split --overwrite": Row(SPLIT, "... --overwrite", "^exit 0", before=SPLIT),
     "data convert path": Row(CONVERT.replace("data/words", ""), CONVERT, "^exit 0"),
     "data convert --to": Row(CONVERT, "... --to legacy", "new_ids.npz|legacy"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from yaml_text import Load, Problems
 
+from fourfold.config.nearest import nearest
+
 
 @pytest.mark.parametrize(
     ("override", "path", "value"),
@@ -88,6 +90,11 @@ def test_an_override_wins_over_the_file_in_any_spelling(load: Load) -> None:
         ("Engine.max_steps.x=1", "Engine.max_steps={'x': 1} is not an integer of at least 1"),
         ("Model=5", "Model=5: this is a section; write its keys below it"),
         ("Profiler.scheduler.2=1", "Profiler.scheduler.2: the list has items 0 to 1"),
+        (
+            "Model.hidden_size=99999999999999999999",
+            "Model.hidden_size=99999999999999999999 is too large; choose at most 2147483647",
+        ),
+        ("Global.device=tpu", "Global.device='tpu' is not one of auto, cpu, gpu, cuda"),
         ("Engine.max_steps=1e12", "Engine.max_steps=1000000000000.0 is too large; choose at most"),
         ("Profiler.scheduler=[1", "[1 is no complete list, mapping or quoted string"),
         ("Engine.save_load.ckpt_dir='x", "'x is no complete list, mapping or quoted string"),
@@ -98,3 +105,8 @@ def test_override_problems_name_the_override(
 ) -> None:
     (line,) = problems("Profiler:\n  scheduler: [2, 5]\n", [override])
     assert line.startswith(f"-o {override}: {problem}")
+
+
+def test_short_words_are_no_slips_of_each_other() -> None:
+    assert nearest("tpu", ["cpu", "gpu"]) == [] and nearest("gup", ["cpu", "gpu"]) == ["gpu"]
+    assert nearest("hiden_size", ["hidden_size", "num_layers"]) == ["hidden_size"]

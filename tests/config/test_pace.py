@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.config import load_config
@@ -25,6 +25,7 @@ def test_the_175b_ramp_falls_on_its_published_samples():
     assert DOCUMENT.steps_within(10846761) == 8247
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 9), st.integers(0, 20), st.integers(1, 3000), st.integers(1)
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,12 @@ def test_a_configuration_that_cannot_be_speaks_of_flags(
     config = load_config(file, world_size=64)
     assert config.Global.tokenizer == "ck/tokenizer.json" and Path("ck/tokenizer.json").exists()
     assert config.Model.vocab_size == 1024  # 320, padded to a multiple of 128 * 8
+
+
+def test_help_has_a_word_on_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_flags(["--help"])
+    entries = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
+    assert len(entries) > 80
+    bare = [entry for entry in entries if not re.search(r"(\s{2,}|\n\s+)[a-zA-Z]", entry)]
+    assert not bare, bare

@@ -16,6 +16,7 @@ from tiny_text_run import TextRun, make_run, sentences
 from typer.testing import CliRunner
 
 from fourfold.cli import app
+from fourfold.cli.generation import write
 from fourfold.errors import CheckpointError, DataError, UserError
 from fourfold.generate.module import GenerationModule
 from fourfold.tokenizer import train
@@ -207,3 +208,17 @@ def test_keys_of_another_strategy_are_named(run: TextRun, strategy: str, named: 
     said = CliRunner().invoke(app, arguments, catch_exceptions=False).stderr
     found = re.findall(r"Generation\.(\w+) has no effect with decode_strategy=(\w+)", said)
     assert sorted(found) == [(name, strategy) for name in named]
+
+
+def test_control_characters_are_escaped_on_a_terminal_only(
+    run: TextRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = GenerationModule(run.load())
+    prompts = ["\x1b[31mthe cat", "one\nline"]
+    write(module, prompts)
+    assert "\x1b[31mthe cat" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    write(module, prompts)
+    write(module, prompts[:1])
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and told.count("\\x1b[31mthe cat") == 4 and "one\nline" in told

@@ -24,6 +24,7 @@ from fourfold.metrics import read_jsonl
 from fourfold.plan import auto
 from fourfold.plan.auto import choose, describe_cluster
 from fourfold.plan.cluster import parse_cluster, save_cluster
+from fourfold.plan.doctor import hardware
 
 DOCUMENTS = Path(__file__).parents[2] / "configs" / "gpt" / "auto_parallel"
 SMALL = {
@@ -256,13 +257,48 @@ def test_what_doctor_wrote_in_the_directory_is_used(tmp_path: Path) -> None:
     cluster = typical.model_copy(update={"device": measured})
     save_cluster(cluster, Path("cluster.yaml"), "Measured.")
     found, origin = describe_cluster(2, None, "cpu")
-    assert found.device.peak_tflops_fp32 == 0.2 and "as measured" in origin
+    assert found.device.peak_tflops_fp32 == 0.2
+    assert origin == f"{tmp_path / 'cluster.yaml'}, measured on a machine unnamed"
     shared, _ = describe_cluster(8, None, "cpu")
     assert shared.world == 8 and shared.device.peak_tflops_fp32 == pytest.approx(0.05)
     config = write_config(tmp_path)
-    assert "on 1x2xbench (cluster.yaml, as measured)" in choose(config, [], 2).config.notices[0]
+    chosen = choose(config, [], 2).config.notices[0]
+    assert f"on 1x2xbench ({tmp_path / 'cluster.yaml'}, measured on" in chosen
     faster = choose(config, [], 2, "1x2xA100-40G")
     assert faster.expected.step_seconds != choose(config, [], 2).expected.step_seconds
+
+
+def test_figures_of_another_machine_are_named(tmp_path: Path) -> None:
+    typical, _ = describe_cluster(2, None, "cpu")
+    elsewhere = typical.model_copy(update={"measured_on": "node17, Some Processor"})
+    save_cluster(elsewhere, Path("cluster.yaml"), "Measured.")
+    _, origin = describe_cluster(2, None, "cpu")
+    assert "measured on node17, Some Processor, while this machine is" in origin
+    assert "fourfold doctor --force" in origin
+    here = typical.model_copy(update={"measured_on": f"node17, {hardware()}"})
+    save_cluster(here, Path("cluster.yaml"), "Measured.")
+    _, origin = describe_cluster(2, None, "cpu")
+    assert origin.endswith(f"measured on node17, {hardware()}")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "world", "nodes"),
+    [
+        ("1x8xH100", 12, "2x6"),
+        ("1x4xH100", 6, "2x3"),
+        ("2x8xH100", 16, "2x8"),
+        ("8xH100", 5, "1x5"),
+    ],
+)
+def test_ranks_that_do_not_fill_the_nodes_get_a_layout_of_their_own(
+    tmp_path: Path, cluster: str, world: int, nodes: str
+) -> None:
+    config = write_config(tmp_path)
+    chosen = choose(config, ["Data.batch_size.global_batch_size=120"], world, cluster).config
+    dp, pp, sharding, mp = degrees(chosen)
+    assert (dp or 1) * pp * sharding * mp == world
+    assert f"on {nodes}xH100-80G (--cluster {cluster}" in chosen.notices[0]
+    assert ("do not fill nodes of" in chosen.notices[0]) is (nodes in ("2x6", "2x3"))
 
 
 def test_gpus_of_several_nodes_are_not_taken_for_one(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,9 @@ from fourfold.config import load_config
 from fourfold.config.wishes import read_wishes
 from fourfold.errors import ConfigError, UserError
 from fourfold.plan import plan as plan_of
-from fourfold.plan.auto import choose
+from fourfold.plan.auto import choose, describe_cluster
 from fourfold.plan.calibrate import Calibration, calibrate, read_run
-from fourfold.plan.cluster import load_cluster, parse_cluster
+from fourfold.plan.cluster import load_cluster, parse_cluster, save_cluster
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
 BIG = str(CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml")
@@ -131,6 +133,44 @@ def test_layout_of_another_cluster_says_why_it_has_no_row() -> None:
     assert "it needs 128 ranks or a multiple of 128, and there are 64" in result.stdout
 
 
+def test_one_device_is_spoken_of_as_one() -> None:
+    text = run("plan", "-c", SMALL, "--cluster", "A100").stdout
+    assert "= 1 device, global batch" in text and "; 1 way to cut the ranks" in text
+
+
+def test_slow_number_formats_and_rates_below_ten_are_told(tmp_path: Path) -> None:
+    slow = describe_cluster(1, None, "cpu")[0]
+    device = slow.device.model_copy(update={"peak_tflops": slow.device.peak_tflops_fp32 / 50})
+    save_cluster(slow.model_copy(update={"device": device}), tmp_path / "slow.yaml", "")
+    file, cluster = (
+        str(CONFIGS / "single" / "configs_345m_single_card.yaml"),
+        tmp_path / "slow.yaml",
+    )
+    text = run("plan", "-c", file, "--cluster", str(cluster)).stdout
+    assert "products in float32 are 50 times as fast as in float16 on this processor" in text
+    (best,) = [line for line in text.splitlines() if line.startswith("1 ")]
+    rate = re.search(r" ±\S+ +(\S+) ", best)
+    assert rate is not None and 0 < float(rate[1]) < 10, best
+    assert "has not been measured on a GPU" not in text
+    quick = run("plan", "-c", file, "--cluster", "A100").stdout
+    assert "products in float32" not in quick and "has not been measured on a GPU" in quick
+
+
+def test_a800_has_the_links_of_its_own() -> None:
+    a800, a100 = (parse_cluster(name).device for name in ("A800", "A100"))
+    assert a800.name == "A800-80G" and a800.intra_gbps < a100.intra_gbps
+
+
+def test_doctor_and_calibrate_do_not_overwrite_unasked(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: A100\n")
+    for words in (["doctor"], ["plan", "-c", SMALL, "--cluster", "A100", "--calibrate", "x"]):
+        result = run(*words, "--out", str(file))
+        assert isinstance(result.exception, UserError)
+        assert "exists and would be overwritten" in str(result.exception)
+    assert file.read_text() == "device: A100\n"
+
+
 def test_pictures(tmp_path: Path) -> None:
     plan("--plot", str(tmp_path / "plan.png"), "--top", "2")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -235,6 +275,12 @@ def test_calibration_refuses_another_run_than_the_files(tmp_path: Path) -> None:
         _calibrated(run, "8xH100", EIGHT)
 
 
+def test_calibration_with_a_very_uneven_run_writes_a_cluster_that_loads(tmp_path: Path) -> None:
+    result = _calibrated(_write_run(tmp_path, [0.1, 0.1, 0.1, 2.0, 0.1, 0.1, 3.0, 0.1]), "V100-32G")
+    save_cluster(result.cluster, tmp_path / "new.yaml", "Calibrated.")
+    assert load_cluster(tmp_path / "new.yaml").device.band == 1.0
+
+
 def test_calibration_flags_an_impossible_rate(tmp_path: Path) -> None:
     lines = _calibrated(_write_run(tmp_path, [1e-4] * 10), "V100-32G").lines
     assert any("of the peak" in line for line in lines)
@@ -253,6 +299,7 @@ def test_doctor_writes_a_cluster_that_plans(tmp_path: Path) -> None:
     result = run("doctor", "--seconds", "0.05", "--out", str(out), "--directory", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "products in fp32" in result.stdout
+    assert yaml.safe_load(out.read_text())["measured_on"].startswith(platform.node())
     assert yaml.safe_load(out.read_text())["device"]["is_cpu"] is True
     cluster = load_cluster(out)
     assert cluster.device.peak_tflops_fp32 > 0
