@@ -18,6 +18,7 @@ from torch import Tensor
 from fourfold.convert import ForeignModel
 from fourfold.convert.foreign import expected_shapes
 from fourfold.errors import CheckpointError
+from fourfold.model import GPT, ModelShape
 
 FLEETX_TINY = Path(__file__).parent.parent / "fixtures" / "fleetx_tiny"
 HEADS, HIDDEN, LAYERS, VOCAB, POSITIONS = 4, 32, 4, 64, 24
@@ -50,6 +51,27 @@ def weights(
         name: (0.1 * torch.randn(shape, generator=generator)).to(dtype)
         for name, shape in shapes.items()
     }
+
+
+def prompt() -> Tensor:
+    """Two rows of ids, as long as the small model allows."""
+    return torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(4))
+
+
+def logits_of(tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """What our own network says of `ids` with these weights."""
+    shape = ModelShape(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN,
+        max_position_embeddings=POSITIONS,
+    )
+    network = GPT(shape)
+    network.load_state_dict(tensors)
+    with torch.no_grad():
+        return network.eval()(ids)
 
 
 def assert_same(model: ForeignModel, expected: dict[str, Tensor]) -> None:

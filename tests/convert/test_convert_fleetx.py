@@ -17,12 +17,17 @@ from foreign_files import (
     FLEETX_TINY,
     HEADS,
     HIDDEN,
+    LAYERS,
     VOCAB,
     assert_same,
     fleetx_arrays,
     fleetx_tree,
+    logits_of,
+    megatron_tree,
+    prompt,
     weights,
 )
+from peers import in_peers, needs_peers
 
 from fourfold.convert import convert, load_foreign
 from fourfold.convert.foreign import expected_shapes
@@ -184,3 +189,78 @@ def test_expected_shapes_are_the_models() -> None:
         network = GPT(shape)
     parameters = {name: tuple(p.shape) for name, p in network.named_parameters()}
     assert parameters == expected_shapes(128, 32, 3, 128, 24)
+
+
+# --- Paddle itself ----------------------------------------------------------------------------
+
+# FleetX's network: rows times weights of (in, out), and q, k, v within each head.
+PADDLE = """
+import numpy as np, paddle
+import paddle.nn.functional as F
+
+file = given["file"]
+loaded, plain = paddle.load(file), paddle.load(file, return_numpy=True)
+names = list(loaded)
+for name in names:
+    assert isinstance(loaded[name], paddle.Tensor) and isinstance(plain[name], np.ndarray)
+    assert np.array_equal(loaded[name].numpy(), plain[name])
+np.savez(given["arrays"], **{name: plain[name] for name in names})
+
+weights = {name.removeprefix("gpt."): loaded[name] for name in names}
+layers, heads = given["layers"], given["heads"]
+
+
+def linear(x, name):
+    return F.linear(x, weights[name + ".weight"], weights[name + ".bias"])
+
+
+def norm(x, name):
+    scale, shift = weights[name + ".weight"], weights[name + ".bias"]
+    return F.layer_norm(x, scale.shape, scale, shift, 1e-5)
+
+
+ids = paddle.to_tensor(given["ids"])
+batch, length = ids.shape
+word = weights["embeddings.word_embeddings.weight"]
+places = weights["embeddings.position_embeddings.weight"][:length]
+x = F.embedding(ids, word) + places
+mask = paddle.triu(paddle.full([length, length], -1e9), 1)
+for number in range(layers):
+    layer = f"decoder.layers.{number}."
+    mixed = linear(norm(x, layer + "norm1"), layer + "self_attn.qkv_proj")
+    q, k, v = mixed.reshape([batch, length, heads, -1]).transpose([0, 2, 1, 3]).split(3, -1)
+    scores = paddle.matmul(q, k, transpose_y=True) / q.shape[-1] ** 0.5 + mask
+    mixed = paddle.matmul(F.softmax(scores), v).transpose([0, 2, 1, 3])
+    x = x + linear(mixed.reshape([batch, length, -1]), layer + "self_attn.out_proj")
+    up = F.gelu(linear(norm(x, layer + "norm2"), layer + "linear1"), approximate=True)
+    x = x + linear(up, layer + "linear2")
+logits = paddle.matmul(norm(x, "decoder.norm"), word, transpose_y=True)
+np.save(given["logits"], logits.numpy())
+answer = names
+"""
+
+
+@needs_peers
+def test_paddle_loads_the_export_and_gives_our_logits(tmp_path: Path) -> None:
+    ours = weights()
+    megatron_tree(tmp_path / "source", ours)
+    convert(tmp_path / "source", tmp_path / "out", "fleetx")
+    ids = prompt()
+    names = in_peers(
+        PADDLE,
+        file=tmp_path / "out" / "mp_00_sharding_00_pp_00" / "model.pdparams",
+        arrays=tmp_path / "arrays.npz",
+        logits=tmp_path / "logits.npy",
+        ids=ids.tolist(),
+        layers=LAYERS,
+        heads=HEADS,
+    )
+    expected = fleetx_arrays(ours)
+    del expected["StructuredToParameterName@@"]
+    with np.load(tmp_path / "arrays.npz") as arrays:
+        assert set(arrays) == set(expected) == set(names)
+        for name, array in expected.items():
+            assert arrays[name].dtype == np.float32 and np.array_equal(arrays[name], array)
+    logits = logits_of(ours, ids)
+    theirs = torch.from_numpy(np.load(tmp_path / "logits.npy"))
+    assert (theirs - logits).abs().max() <= 1e-5 * logits.abs().max()

@@ -14,7 +14,9 @@ from foreign_files import (
     POSITIONS,
     VOCAB,
     assert_same,
+    logits_of,
     megatron_tree,
+    prompt,
     weights,
 )
 from peers import in_peers, needs_peers
@@ -23,17 +25,7 @@ from typer.testing import CliRunner
 from fourfold.cli import app
 from fourfold.convert import MegatronLayout, convert, load_foreign
 from fourfold.errors import CheckpointError, UserError
-from fourfold.model import GPT, ModelShape
 from fourfold.tokenizer import train
-
-SHAPE = ModelShape(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    num_layers=LAYERS,
-    num_attention_heads=HEADS,
-    ffn_hidden_size=4 * HIDDEN,
-    max_position_embeddings=POSITIONS,
-)
 
 
 def written(tmp_path: Path, **layout: Any) -> dict[str, dict[str, Any]]:
@@ -286,7 +278,7 @@ def test_megatron_core_loads_every_rank_gives_our_logits_and_saves_them_again(
     written(tmp_path, names=names, tp=tp, pp=pp)
     again = tmp_path / "again"
     again.mkdir()
-    ids = torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(4))
+    ids = prompt()
     in_peers(
         MEGATRON,
         release=tmp_path / "out" / "release",
@@ -302,11 +294,7 @@ def test_megatron_core_loads_every_rank_gives_our_logits_and_saves_them_again(
         vocab=VOCAB,
         positions=POSITIONS,
     )
-    model = GPT(SHAPE)
-    model.load_state_dict(weights())
-    model.eval()
-    with torch.no_grad():
-        ours = model(ids)
+    ours = logits_of(weights(), ids)
     theirs = torch.load(tmp_path / "logits.pt")
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
     # What Megatron Core then saves, in its own format, is what it was given.
