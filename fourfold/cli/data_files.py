@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fourfold.config.recipe import Rounding
 from fourfold.errors import DataError
 
 Format = Literal["megatron", "fleetx", "legacy"]
+# As in config/recipe.py, which --help has no time to import.
+Rounding = Literal["megatron_core", "megatron_deepspeed"]
 Dataset = Annotated[Path, typer.Argument(help="A prefix, one of its files, or a directory.")]
 OutputPrefix = Annotated[Path, typer.Option(help="Name of the files to write, without ending.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing outputs.")]
