@@ -397,6 +397,11 @@ class Mesh:
         dist.all_gather(list(gathered.unbind()), own)
         return gathered.tolist()
 
+    def _meet(self) -> None:
+        """Before a collective that some rank may be late for."""
+        if self._meetings is not None:
+            self._meetings.meet()
+
     def agree(self, text: str | None) -> str | None:
         """The text of the first rank that gives one, on every rank, or None if none does.
 
@@ -405,8 +410,7 @@ class Mesh:
         """
         if self.size == 1:
             return text
-        if self._meetings is not None:
-            self._meetings.meet()
+        self._meet()
         own = b"" if text is None else b"+" + text.encode()
         lengths = [int(row[0]) for row in self.everyone(len(own))]
         speaker = next((rank for rank, length in enumerate(lengths) if length > 0), None)
@@ -419,9 +423,10 @@ class Mesh:
         return bytes(message.tolist())[1:].decode()
 
     def gather(self, text: str) -> list[str]:
-        """The text of every rank, by rank. Plain bytes travel, nothing is unpickled."""
+        """The text of every rank, by rank; it is sent and waited for as in `agree`."""
         if self.size == 1:
             return [text]
+        self._meet()
         own = text.encode()
         lengths = [int(row[0]) for row in self.everyone(len(own))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

@@ -97,7 +97,7 @@ class Run:
     cluster: str | None
 
     def resolve(self, world_size: int | None) -> tuple[Config, Expectation | None]:
-        """The configuration for so many processes (None: one, started by hand), and what its plan
+        """The configuration for that many processes (None: one, started by hand), and what its plan
         foretells where the layout is left to us."""
         from fourfold.config import load_config
         from fourfold.config.wishes import asks_for_auto

@@ -168,10 +168,10 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("--devices", "--gpus", "--selected_gpus", metavar="0,1,...", help="a process for each")
-    add("--nproc_per_node", metavar="N", help="so many processes; by default one per GPU, or 1")
+    add("--nproc_per_node", metavar="N", help="number of processes (one per GPU, or 1)")
     add("--log_dir", metavar="DIR", default="log", help="for workerlog.0, workerlog.1, ... (log)")
-    add("--max_restart", metavar="N", help="start again so often after a failure (0)")
-    add("--nnodes", metavar="N", help="how many machines; needs --master and --rank")
+    add("--max_restart", metavar="N", help="number of restarts after failures (0)")
+    add("--nnodes", metavar="N", help="number of machines; needs --master and --rank")
     add("--master", metavar="HOST:PORT", help="where machine 0 can be reached")
     add("--rank", metavar="R", help="which machine this is, from 0")
     add("script", metavar="SCRIPT", help="the Python file that each process runs")
