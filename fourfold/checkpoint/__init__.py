@@ -1,10 +1,10 @@
 """Checkpoints: `output_dir/step_N/`, complete or not there at all.
 
-A checkpoint is a directory of safetensors files, `state.json` and `manifest.json`; nothing in it
-is ever unpickled. Tensors are keyed by name ("model.layers.0.attn.qkv.weight",
-"optim.layers.0.attn.qkv.weight.exp_avg"). Each rank writes the rectangles of them it is given and
-asks for the rectangles it wants, so a checkpoint does not know the layout that wrote it. `state`
-is plain JSON: step, samples consumed, loss scale, configuration.
+A checkpoint is a directory of safetensors files, `state.json`, `manifest.json` and the indices of
+what is where; nothing in it is ever unpickled. Tensors are keyed by name
+("model.layers.0.attn.qkv.weight", "optim.layers.0.attn.qkv.weight.exp_avg"). Each rank writes the
+rectangles of them it is given and asks for the rectangles it wants, so a checkpoint does not know
+the layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale, configuration.
 
     save(output_dir, step, tensors, state)        commits output_dir/step_N by rename
     begin_save(...)                               the same, written in the background
@@ -18,6 +18,7 @@ Every size and hash is checked before a byte is used; damage is a `CheckpointErr
 
 from fourfold.checkpoint.crew import Crew
 from fourfold.checkpoint.directory import candidates, named
+from fourfold.checkpoint.disk import check_shared, free_bytes
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.merging import merge
 from fourfold.checkpoint.pieces import Piece, Tensors
@@ -40,6 +41,8 @@ __all__ = [
     "Verified",
     "begin_save",
     "candidates",
+    "check_shared",
+    "free_bytes",
     "load",
     "merge",
     "named",

@@ -67,8 +67,14 @@ def explained(error: Exception, place: Path) -> str:
 
 def free_bytes(place: Path) -> int:
     """What is free where `place` is or will be; raises `OSError`."""
-    existing = next(path for path in (place, *place.absolute().parents) if os.path.lexists(path))
-    return shutil.disk_usage(existing).free
+    place = place.absolute()
+    while True:
+        try:
+            return shutil.disk_usage(place).free
+        except FileNotFoundError:
+            if place == place.parent:
+                raise
+            place = place.parent
 
 
 def _said_free(place: Path) -> str:

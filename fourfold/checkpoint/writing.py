@@ -25,7 +25,7 @@ from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
 from fourfold.checkpoint.meeting import Meeting
 from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
 from fourfold.checkpoint.records import Part, joined
-from fourfold.checkpoint.shards import check_writable, write_shards
+from fourfold.checkpoint.shards import BEAT_SECONDS, Beat, check_writable, write_shards
 from fourfold.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -74,20 +74,22 @@ def begin_save(
     pieces = as_pieces(tensors)
     check_writable(pieces)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
-    # A thread that is at work says nothing of the life of the rank.
-    quiet = replace(crew, beat=silent)
+    # A thread that is at work says nothing of the life of the rank, until somebody waits for it.
+    moved = threading.Event()
+    quiet = replace(crew, beat=moved.set)
     work = _Save(Path(output_dir), step, pieces, state_bytes, keep_last, quiet).begun()
     copies = {
         name: Piece(piece.tensor.detach().to("cpu", copy=True), piece.shape, piece.offsets)
         for name, piece in pieces.items()
     }
-    return PendingSave(replace(work, pieces=copies).run)
+    return PendingSave(replace(work, pieces=copies).run, moved)
 
 
 class PendingSave:
     """A save that goes on in the background. A process that ends without `wait` abandons it."""
 
-    def __init__(self, work: Callable[[], Path]) -> None:
+    def __init__(self, work: Callable[[], Path], moved: threading.Event) -> None:
+        self._moved = moved
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
@@ -105,9 +107,16 @@ class PendingSave:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def wait(self) -> Path:
-        """The checkpoint's path once this rank's work is done; raises what went wrong."""
-        self._thread.join()
+    def wait(self, beat: Beat = silent) -> Path:
+        """The checkpoint's path once this rank's work is done; raises what went wrong.
+
+        Meanwhile `beat` is called as long as the work makes progress.
+        """
+        while not self.done:
+            self._thread.join(BEAT_SECONDS)
+            if self._moved.is_set():
+                self._moved.clear()
+                beat()
         if self._error is not None:
             raise self._error
         assert self._path is not None

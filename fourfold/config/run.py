@@ -98,6 +98,16 @@ class SaveLoad(Section):
         "Write checkpoints in the background: a copy of the state in host memory, and training "
         "goes on. The next save waits for the one before.",
     )
+    max_failed_saves: CountOrZero = key(
+        3,
+        "Stop the run after this many failed saves in a row, each tried three times; 0 goes on "
+        "however many fail. The last save of a run must succeed.",
+    )
+    verify_hashes: bool = key(
+        True,
+        "Hash every file of a checkpoint before it is loaded. False checks sizes and headers only, "
+        "so that values changed on the disk go unnoticed.",
+    )
     auto_resume: bool = key(
         True, "With ckpt_dir null, continue from the newest whole checkpoint in output_dir."
     )

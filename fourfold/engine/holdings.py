@@ -19,6 +19,12 @@ def to_write(runner: Runner, optimizer: Optimizer) -> Tensors:
     }
 
 
+def bytes_to_write(runner: Runner, optimizer: Optimizer) -> int:
+    """How much of a checkpoint is this rank's part."""
+    pieces = _pieces(runner, optimizer)
+    return sum(piece.tensor.nbytes for key, _, piece in pieces if runner.held[key].writes)
+
+
 def to_fill(runner: Runner, optimizer: Optimizer) -> Tensors:
     """What this rank wants filled."""
     keys = runner.to_fill().keys()

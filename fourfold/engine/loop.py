@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import heartbeat
-from fourfold.checkpoint import Crew, PendingSave
+from fourfold.checkpoint import Crew
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
@@ -69,7 +69,7 @@ class Engine:
         )
         self.guard = Guard(config.Engine.max_skipped_steps)
         self.step = 0
-        self.pending_save: PendingSave | None = None
+        self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
         self.notices = [*config.notices, *self.feeds.notices]
 
     def _claim(self) -> Claim | None:
@@ -96,8 +96,11 @@ class Engine:
                 self.notices += self.feeds.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
             saving.resume(self)
+            if save:
+                saving.check_room(self)
             watch = self._open_instruments(closing)
-            with StopRequest(self.output_dir, watches_file=self.mesh.rank == 0) as stop:
+            listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
+            with listening as stop, saving.finishing(self):
                 stopped = self._train(watch, stop, save)
                 watch.compare(self.step)
                 if not stopped:
@@ -123,7 +126,8 @@ class Engine:
             loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
             self._end_step(watch, loss, norm)
             if self.guard.gave_up:
-                raise self.guard.failure(self.step, saving.save(self, meter))
+                saved = saving.save_what_is_left(self, meter, sinks, stop)
+                raise self.guard.failure(self.step, saved)
             if _due(self.step, engine.check_replicas_freq):
                 check_replicas(self.runner, f"step {self.step}")
             if _due(self.step, engine.eval_freq) and not stopping:
@@ -131,7 +135,7 @@ class Engine:
                     stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
             last = self.step == engine.max_steps
             if save and (_due(self.step, engine.save_load.save_steps) or last or stopping):
-                saving.save(self, meter)
+                saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
         if stopping:
             reason = self.mesh.agree(stop.reason())

@@ -7,42 +7,223 @@ whose weights may change has served of each source.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold import __version__, checkpoint, heartbeat
+from fourfold.checkpoint import PendingSave
 from fourfold.config import Config
 from fourfold.data.agreement import check_checkpoint_tokenizer
 from fourfold.engine import holdings
 from fourfold.errors import CheckpointError, UserError
-from fourfold.metrics import Meter
+from fourfold.metrics import Meter, Sinks
 from fourfold.optim import LossScale
 from fourfold.parallel.drift import check_replicas
+from fourfold.signals import StopRequest
 
 if TYPE_CHECKING:
     from fourfold.engine.loop import Engine
 
 
-def save(run: Engine, meter: Meter) -> str:
-    """Write the run as it stands, or begin to; the name of its checkpoint."""
-    section = run.config.Engine.save_load
+# How long to wait before a save that failed is tried again, and how often.
+RETRY_SECONDS = (2.0, 10.0)
+PAUSE_SECONDS = 0.1
+# For the small files and the directory itself.
+OVERHEAD = 1.01
+
+
+@dataclass
+class Saves:
+    """What became of a run's saves so far; the same on all ranks."""
+
+    most_failed: int  # in a row; 0 is any number
+    pending: PendingSave | None = None
+    pending_step: int = 0
+    failed_in_a_row: int = 0
+    last_good: str | None = None
+
+    def succeeded(self, path: str) -> None:
+        self.failed_in_a_row, self.last_good = 0, path
+
+    def told_last_good(self) -> str:
+        if self.last_good is None:
+            return "this run has no earlier checkpoint"
+        return f"the last good checkpoint is {self.last_good}"
+
+
+# --- saving -----------------------------------------------------------------------------------
+
+
+def save(
+    run: Engine,
+    meter: Meter,
+    sinks: Sinks | None = None,
+    stop: StopRequest | None = None,
+    final: bool = True,
+) -> str:
+    """Write the run as it stands, or begin to; the name of its checkpoint.
+
+    A save that fails is tried again. One that goes on failing is told to `sinks`, and the run goes
+    on; but the final save of a run is written when this returns, or raises.
+    """
+    sinks = Sinks() if sinks is None else sinks
     heartbeat.beat(run.step, "save")
     with meter.timed("save"):
-        finish(run)
-        tensors = holdings.to_write(run.runner, run.optimizer)
-        given = (run.output_dir, run.step, tensors, _state(run), section.keep_last, run.crew)
-        if section.async_save:
-            run.pending_save = checkpoint.begin_save(*given)
-        else:
-            run.mesh.together(lambda: checkpoint.save(*given))
-    return str(run.output_dir / f"step_{run.step}")
+        finish(run, sinks)
+        path = str(run.output_dir / f"step_{run.step}")
+        reason = _save_patiently(run, sinks, stop, final)
+        if reason is not None:
+            _tell_failure(run, sinks, run.step, reason, final)
+        elif run.saves.pending is None:
+            run.saves.succeeded(path)
+    return path
 
 
-def finish(run: Engine) -> None:
+def save_what_is_left(run: Engine, meter: Meter, sinks: Sinks, stop: StopRequest) -> str:
+    """Where the weights of a run that gives up are: in a last checkpoint, if it can be written."""
+    try:
+        return save(run, meter, sinks, stop)
+    except CheckpointError as error:
+        return f"no checkpoint ({error})"
+
+
+def finish(run: Engine, sinks: Sinks | None = None) -> None:
     """Wait for the save under way; none is ever dropped for a later one."""
-    if run.pending_save is not None:
-        run.mesh.together(run.pending_save.wait)
-        run.pending_save = None
+    pending, run.saves.pending = run.saves.pending, None
+    if pending is None:
+        return
+    step = run.saves.pending_step
+    try:
+        run.mesh.together(lambda: pending.wait(heartbeat.alive))
+    except UserError as error:
+        _tell_failure(run, Sinks() if sinks is None else sinks, step, str(error), final=False)
+    else:
+        run.saves.succeeded(str(run.output_dir / f"step_{step}"))
+
+
+@contextmanager
+def finishing(run: Engine) -> Iterator[None]:
+    """Whatever ends a run, except an interrupt: the save under way comes to its end before.
+
+    Other ranks may be elsewhere, so no word is exchanged with them.
+    """
+    try:
+        yield
+    except Exception:
+        if run.saves.pending is not None:
+            with suppress(Exception):
+                run.saves.pending.wait(heartbeat.alive)
+        raise
+
+
+def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: bool) -> str | None:
+    """Save, again and again if it fails; why it failed at last. All ranks take the same turns."""
+    asked_before = stop is not None and stop.reason() is not None
+    for pause in (*RETRY_SECONDS, None):
+        try:
+            _save_once(run, in_background=run.config.Engine.save_load.async_save and not final)
+            return None
+        except UserError as error:
+            reason = str(error)
+        if pause is None:
+            break
+        sinks.notice(f"{reason}. Trying again in {pause:g} s", level="WARNING")
+        asked = _pause(pause, None if asked_before else stop)
+        # A run that is asked to stop meanwhile comes back for its final save.
+        if run.mesh.total(asked)[0] > 0 and not final:
+            break
+    return reason
+
+
+def _save_once(run: Engine, in_background: bool) -> None:
+    tensors = holdings.to_write(run.runner, run.optimizer)
+    keep_last = run.config.Engine.save_load.keep_last
+    given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.crew)
+    if in_background:
+        run.saves.pending = checkpoint.begin_save(*given)
+        run.saves.pending_step = run.step
+    else:
+        run.mesh.together(lambda: checkpoint.save(*given))
+
+
+def _pause(seconds: float, stop: StopRequest | None) -> bool:
+    """Wait, and whether that was cut short by a request to stop."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        heartbeat.alive()
+        time.sleep(PAUSE_SECONDS)
+        if stop is not None and stop.reason() is not None:
+            return True
+    return False
+
+
+def _tell_failure(run: Engine, sinks: Sinks, step: int, reason: str, final: bool) -> None:
+    """Say what failed; raise if the run must not go on."""
+    saves, limit = run.saves, run.saves.most_failed
+    saves.failed_in_a_row += 1
+    if final:
+        raise CheckpointError(f"{reason}; {saves.told_last_good()}")
+    if limit and saves.failed_in_a_row >= limit:
+        raise CheckpointError(
+            f"{reason}; {saves.told_last_good()}. The run stops because {limit} saves in a row "
+            f"have failed (Engine.save_load.max_failed_saves={limit})"
+        )
+    sinks.event("failed_save", step=step, reason=reason)
+    sinks.notice(
+        f"{reason}; {saves.told_last_good()}. The run goes on and saves again at the next "
+        f"interval; saves that have failed in a row: {saves.failed_in_a_row}, allowed: "
+        f"{limit - 1 if limit else 'any number'}",
+        level="ERROR",
+    )
+
+
+# --- before the first one ---------------------------------------------------------------------
+
+
+def check_room(run: Engine) -> None:
+    """Compare what the run is going to save with the room there is; a collective.
+
+    All ranks write to one file system, so it is the sum of their parts that must fit.
+    """
+    (written,) = run.mesh.total(holdings.bytes_to_write(run.runner, run.optimizer))
+    problem = None
+    if run.mesh.rank == 0:
+        # What cannot be asked now is told by the first save.
+        with suppress(OSError):
+            problem = _room_problem(run, int(written * OVERHEAD))
+    if told := run.mesh.agree(problem):
+        raise UserError(told)
+
+
+def _room_problem(run: Engine, one: int) -> str | None:
+    """Why the run cannot save at all; that it may not save all it should is a notice."""
+    section, step = run.config.Engine.save_load, run.step
+    every = section.save_steps if section.save_steps > 0 else run.config.Engine.max_steps
+    to_come = -(-run.config.Engine.max_steps // every) - step // every
+    if step >= run.config.Engine.max_steps:
+        return None
+    free = checkpoint.free_bytes(run.output_dir)
+    has = f"{run.output_dir} has {free / 1e9:.3f} GB free"
+    if free < one:
+        return (
+            f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
+            "Engine.save_load.output_dir to a larger disk"
+        )
+    here = len(checkpoint.candidates(run.output_dir))
+    # A new one is written before the oldest is removed.
+    more = max(section.keep_last + 1 - here, 1) if section.keep_last else to_come
+    if free < (needed := min(more, to_come) * one):
+        run.notices.append(
+            f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
+            f"{min(more, to_come)} checkpoints of {one / 1e9:.3f} GB "
+            f"(Engine.save_load.keep_last={section.keep_last}); saves will fail unless there is "
+            "more room or fewer are kept"
+        )
+    return None
 
 
 def _state(run: Engine) -> dict[str, Any]:
@@ -64,11 +245,9 @@ def resume(run: Engine) -> None:
 
     Rank 0 decides which: the others may look before or after something changed on the disk.
     """
-    found = _source(run.config, run.output_dir) if run.mesh.rank == 0 else None
-    weights_only = found is not None and _holds_weights_only(found)
-    kind = "weights" if weights_only else "run"
-    told = run.mesh.agree(None if run.mesh.rank else f"{kind}:{found or ''}") or ""
-    kind, _, where = told.partition(":")
+    checkpoint.check_shared(run.output_dir, run.crew)
+    decision = run.mesh.together(lambda: _decide(run) if run.mesh.rank == 0 else None)
+    kind, _, where = (run.mesh.agree(decision) or "").partition(":")
     if not where:
         return
     path = _take_weights(run, where) if kind == "weights" else _go_on(run, where)
@@ -76,9 +255,20 @@ def resume(run: Engine) -> None:
     check_replicas(run.runner, f"after loading {path}")
 
 
+def _decide(run: Engine) -> str:
+    """What kind of checkpoint to start from, and where."""
+    try:
+        found = _source(run.config, run.output_dir)
+        kind = "weights" if found is not None and _holds_weights_only(found) else "run"
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints: {error}") from error
+    return f"{kind}:{found or ''}"
+
+
 def _go_on(run: Engine, where: str) -> Path:
     tensors = holdings.to_fill(run.runner, run.optimizer)
-    path, state = checkpoint.resume(where, tensors, run.notices.append, crew=run.crew)
+    hashes = run.config.Engine.save_load.verify_hashes
+    path, state = checkpoint.resume(where, tensors, run.notices.append, "", run.crew, hashes)
     consumed = run.pace.consumed(int(state["step"]))
     if state["consumed_samples"] != consumed:
         raise UserError(
@@ -93,6 +283,7 @@ def _go_on(run: Engine, where: str) -> Path:
     if run.loss_scale and state["loss_scale"]:
         run.loss_scale = LossScale(**state["loss_scale"])
     run.notices += [f"resumed from {path} at step {run.step}", *about_data]
+    run.saves.last_good = str(path)
     return path
 
 
@@ -100,7 +291,8 @@ def _take_weights(run: Engine, where: str) -> Path:
     """Step 0 with the weights of a converted checkpoint; moments and data begin anew."""
     tensors = holdings.to_fill(run.runner, run.optimizer)
     weights = {name: piece for name, piece in tensors.items() if name.startswith("model.")}
-    path, state = checkpoint.resume(where, weights, run.notices.append, "model.", run.crew)
+    hashes = run.config.Engine.save_load.verify_hashes
+    path, state = checkpoint.resume(where, weights, run.notices.append, "model.", run.crew, hashes)
     run.notices += check_checkpoint_tokenizer(
         state.get("tokenizer"),
         run.feeds.sources,

@@ -70,7 +70,9 @@ def _load_own(
     shape = ModelShape.of(config.Model)
     model = _empty(shape, device)
     weights = {f"model.{name}": p.data for name, p in model.named_parameters()}
-    path, state = checkpoint.resume(where, weights, on_notice, prefix="model.")
+    path, state = checkpoint.resume(
+        where, weights, on_notice, "model.", hashes=config.Engine.save_load.verify_hashes
+    )
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
     return Trained(model, tokenizer, path)
 

@@ -90,7 +90,9 @@ def _load_own(
         for held in runner.to_fill().values()
     }
     crew = Crew.of(mesh, config.Distributed.timeout_seconds)
-    path, state = checkpoint.resume(where, pieces, on_notice, "model.", crew)
+    path, state = checkpoint.resume(
+        where, pieces, on_notice, "model.", crew, config.Engine.save_load.verify_hashes
+    )
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
     runner.settle()
     return runner, tokenizer, path
