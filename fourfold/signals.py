@@ -42,6 +42,8 @@ def _heeded() -> list[signal.Signals]:
 
 def answer_with_stacks() -> None:
     """From now on, write the stacks of all threads to standard error when asked for them."""
+    # What it was once told it takes to be in force, though a supervisor's answer came between.
+    faulthandler.unregister(STACKS_SIGNAL)
     faulthandler.register(STACKS_SIGNAL, sys.__stderr__ or sys.stderr, all_threads=True)
 
 

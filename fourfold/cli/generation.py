@@ -112,7 +112,8 @@ def say(text: str) -> None:
 
 def shown(text: str) -> str:
     """On a terminal no text of a prompt or a model may do anything but be read."""
-    if not sys.stdout.isatty():
+    # A rank that is not the first has no standard output.
+    if sys.stdout is None or not sys.stdout.isatty():
         return text
     kept = "\n\t"
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)

@@ -22,6 +22,8 @@ FORETOLD = Expectation(step_seconds=2.0, bytes_per_rank=3e9, band=0.2, global_ba
 class Kept:
     """A sink that keeps its records."""
 
+    name = "memory"
+
     def __init__(self) -> None:
         self.records: list[Mapping[str, Any]] = []
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.launch import supervise
+from fourfold.signals import answer_with_stacks
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Console:
 def run(work: Callable[[], None], nproc: int, log_dir: Path, **options: float) -> Console:
     """Supervise `work` from this process; none of its processes may be left after it."""
     console, before = Console(), children()
+    answer_with_stacks()  # as the command does before it supervises
     console.code = supervise(
         work, nproc, log_dir, echo=console.shown.append, tell=console.told.append, **options
     )
@@ -44,6 +46,7 @@ def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path, **opti
     pid = os.fork()
     if pid == 0:
         code = 99
+        answer_with_stacks()
         try:
             with (log_dir / "told").open("w", buffering=1) as told:
                 code = supervise(
