@@ -83,7 +83,7 @@ ROWS: dict[str, Row] = {
     # bench
     "bench --config": Row("bench", BENCH, "tokens"),
     "bench --override": Row(BENCH, "... -o Engine.max_steps=2", REFUSED + "--iterations"),
-    "bench --nproc": Row(BENCH, "... --nproc 2", "2 devices", slow=True),
+    "bench --nproc": Row(BENCH, "... --nproc 2", "on 2 device", slow=True),
     "bench --iterations": Row(BENCH, "... --iterations 4", "iteration +4/"),
     "bench --warmup": Row(BENCH, "... --warmup 0", "first 0|0 left out|0 of"),
     "bench --json": Row(BENCH, "... --json", '"median_seconds"'),
@@ -101,7 +101,9 @@ ROWS: dict[str, Row] = {
     ),
     "generate --prompt": Row(GENERATE, "... --prompt dog", "Generation: dog"),
     "generate --prompt-file": Row(GENERATE, "... --prompt-file texts.txt", "Prompt: one text"),
-    "generate --nproc": Row(GENERATE, "... --nproc 2", "logs/generate", slow=True),
+    "generate --nproc": Row(
+        f"{GENERATE} -o Distributed.mp_degree=2", "... --nproc 3", REFUSED + "the 3 processes"
+    ),
     # evaluate
     "evaluate --config": Row("evaluate", EVALUATE, "loss"),
     "evaluate --override": Row(EVALUATE, "... -o Eval.max_tokens=100", r"tokens +96\b"),
