@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,55 @@ def test_a_part_of_its_own_without_a_manifest_takes_the_end_of_the_others(
     config = configured(tmp_path, f"train_data={tmp_path / 'made'}", f"valid_data={data}")
     assert read_part(config)[1] == 99
     assert find_end_of_text(config, all_datasets(parts_of(config)))[0] == 99
+
+
+# The first rank and the others
+
+
+def test_what_rank_0_has_checked_the_others_do_not_read_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, f"input_dir={data}", "eos_token_id=54")
+    first = open_feeds(config, Layout(dp=2))
+    expected = first.loaders["train"].batch(0)
+    for name in (
+        "fourfold.data.megatron._check_sequences",
+        "fourfold.data.megatron._check_document_index",
+        "fourfold.data.dataset.TokenDataset._hashed",
+        "fourfold.data.dataset.TokenDataset._cached_id_range",
+        "fourfold.data.cache._checksum",
+        "fourfold.data.samples.build_indices",
+        "fourfold.data.ends._count_rows",
+        "fourfold.data.ends.passing_blocks",
+    ):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("read through again"))
+    second = open_feeds(config, Layout(dp=2), 1, checked=True)
+    assert second.train_fingerprint == first.train_fingerprint
+    batch = second.loaders["train"].batch(0)
+    assert (expected.tokens == 54).any() and not (batch.tokens == 54).any()
+    assert batch.global_valid_tokens == expected.global_valid_tokens < 2 * batch.tokens.numel()
+    for feeds in (first, second):
+        feeds.close()
+
+
+def test_long_work_on_the_data_gives_signs_of_life(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rank 0 reads and builds, the others wait for as long as it makes progress."""
+    signs: Counter[str] = Counter()
+
+    def alive() -> None:
+        signs[sys._getframe(1).f_code.co_name] += 1
+
+    monkeypatch.setattr("fourfold.heartbeat.alive", alive)
+    config = configured(tmp_path, f"input_dir={data}", "eos_token_id=9")
+    open_feeds(config, Layout(dp=2)).close()
+    assert {
+        "_check_sequences",
+        "_hashed",
+        "_id_range",
+        "build_sample_index",
+        "build",
+        "_count_rows",
+        "checksum",
+    } <= set(signs)
