@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from fourfold.checkpoint.directory import (
     sync_directory,
     tidy,
 )
-from fourfold.checkpoint.disk import explained, free_bytes, readable_gb
+from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
 from fourfold.checkpoint.meeting import Meeting
 from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 # Headers, manifest and directory blocks, generously.
 OVERHEAD_BYTES = 1 << 20
 OVERHEAD_BYTES_PER_TENSOR = 1 << 10
+REPORT_AGAIN_SECONDS = 0.1
 
 
 def save(
@@ -210,21 +212,35 @@ class _Save:
             meeting.report(part)
         except BaseException as error:
             problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-            # Where not even this can be written, rank 0 misses us in time.
-            with suppress(OSError):
-                meeting.report(None, problem)
+            self._discard(meeting.directory)
+            self._report_failure(meeting, problem)
             raise
         meeting.leave()
+
+    def _report_failure(self, meeting: Meeting, problem: str) -> None:
+        """Where there is no room for it, rank 0 may be about to fail too, and to make some; where
+        it cannot be written at all, rank 0 misses us in time."""
+        deadline = time.monotonic() + self.crew.timeout_seconds / 2
+        while True:
+            try:
+                return meeting.report(None, problem)
+            except OSError as error:
+                if error.errno not in FULL or time.monotonic() > deadline:
+                    return None
+            time.sleep(REPORT_AGAIN_SECONDS)
+
+    def _discard(self, directory: Path) -> None:
+        """Remove what this rank has written: on a full disk there must be room to say so."""
+        for path in directory.glob(f"*-{self._label()}*.safetensors"):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _part(self, directory: Path) -> tuple[Part | None, str]:
         """Write this rank's pieces; what there is to tell about it, or why there is nothing."""
         try:
             return self._write_pieces(directory), ""
         except (OSError, CheckpointError) as error:
-            # On a full disk there must be room to say so.
-            for path in directory.glob(f"*-{self._label()}*.safetensors"):
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+            self._discard(directory)
             return None, self._reason(error)
 
     def _write_pieces(self, directory: Path) -> Part:
