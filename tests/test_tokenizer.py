@@ -79,7 +79,7 @@ def load_file(file: TokenizerFile, tmp_path: Path) -> Tokenizer:
 def test_python_sources_encode_as_in_tokenizers(
     tokenizer: Tokenizer, reference: TokenizerFile
 ) -> None:
-    texts = library_sources(200)
+    texts = library_sources(60)
     expected = [encoding.ids for encoding in reference.encode_batch(texts)]
     assert tokenizer.encode_batch(texts) == expected
     assert [tokenizer.encode(text) for text in texts] == expected
@@ -482,7 +482,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> N
     assert load_file(file, tmp_path).encode("abcabc") == [256, 66, 256, 66]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_any_list_of_merges_encodes_as_in_tokenizers(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -95,8 +95,8 @@ def mutate_and_read(directory: Path, times: int, seed: int) -> tuple[int, int]:
     return detected, times
 
 
-def test_a_thousand_mutations(saved: Path) -> None:
-    detected, times = mutate_and_read(saved, 1_000, seed=2)
+def test_some_hundred_mutations(saved: Path) -> None:
+    detected, times = mutate_and_read(saved, 400, seed=2)
     # What is not detected is swaps of equal bytes.
     assert detected > 0.9 * times
 

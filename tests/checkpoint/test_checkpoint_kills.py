@@ -16,8 +16,6 @@ from checkpoint_samples import blank, crash_before_call, in_child, same_bits, sa
 
 from fourfold import checkpoint
 
-KILLS = 50
-
 
 def save_from(step: int, output_dir: Path, floats: int, keep_last: int, report: int) -> None:
     """Save one step after the other for ever, reporting each when it is committed."""
@@ -54,7 +52,8 @@ def kill_and_wait(pid: int) -> None:
     assert os.WIFSIGNALED(status), "the writer ended by itself"
 
 
-def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
     rng = random.Random(8)
     floats = 1 << 20  # 4 + 2 MB, and as much again for what is being replaced
     began = time.monotonic()
@@ -62,7 +61,7 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
     one_save_seconds = time.monotonic() - began
     into = blank(sample(0, floats))
     step = committed = interrupted = 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         keep_last = rng.choice([1, 2])
         # It starts by replacing the step it resumed from.
         pid, pipe = fork_writer(

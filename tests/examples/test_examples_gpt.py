@@ -251,6 +251,7 @@ def test_the_printed_blocks_pasted_in_a_row_train(
 # Group sharding
 
 
+@pytest.mark.slow
 def test_the_printed_sharding_settings_under_their_parent_train(
     clone: Path, tmp_path: Path
 ) -> None:
@@ -303,6 +304,7 @@ def test_evaluation_of_a_checkpoint(trained: Path, capfd: pytest.CaptureFixture[
     assert "perplexity" in output
 
 
+@pytest.mark.slow
 def test_the_auto_directory_starts_by_its_script(clone: Path) -> None:
     more = [*SMALL_RUN, "Data.batch_size.global_batch_size=8"]
     output = typed("sh run.sh" + small(more), clone / "auto_parallel")

@@ -129,6 +129,7 @@ def test_the_documents_command_trains_and_resumes(place: Path) -> None:
     assert "at step 3" in again.stdout
 
 
+@pytest.mark.slow
 def test_the_dynamic_script_trains(place: Path) -> None:
     dygraph = place / "dygraph"
     done = run(f"sh run.sh {SMALL} --enable_addto", dygraph)

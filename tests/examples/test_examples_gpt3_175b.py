@@ -164,6 +164,7 @@ def check_what_the_run_left(reader: Reader, run: Path) -> None:
     assert sizes == [4, 4, 8, 12, 16, 16]
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_ten_iterations_at_the_whole_batch(reader: Reader) -> None:
     shown = iterations(reader.types(TGS))
     assert [line["iteration"] for line in shown] == [f"{i}/10" for i in range(1, 11)]

@@ -80,7 +80,7 @@ def test_without_devices_one_process_for_each_gpu_or_one(place: Path) -> None:
     ("ending", "code", "said"),
     [
         ("raise", 1, "ValueError: broken on purpose"),
-        ("exit", 1, "given up on purpose"),
+        pytest.param("exit", 1, "given up on purpose", marks=pytest.mark.slow),
         ("missing.yaml", 2, "fourfold: missing.yaml: cannot be read"),
     ],
 )

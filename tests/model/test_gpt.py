@@ -34,6 +34,7 @@ def test_parameter_counts_are_the_published_ones(size: tuple[int, int, int, int]
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[size]
 
 
+@pytest.mark.slow
 def test_initial_loss_of_the_345m_model() -> None:
     """ln V + h σ²/2 = 11.03, all 24 layers; 1,024 random tokens give a standard error of 0.02."""
     model = GPT(shape_of(1024, 24, 16, 50304))

@@ -265,8 +265,9 @@ def play(disk: Path, straight: Callable[[str], Path], seed: int, disturbances: i
 
 
 def test_a_run_survives_a_little_chaos(disk: Path, straight: Callable[[str], Path]) -> None:
-    played = play(disk, straight, seed=1, disturbances=4)
-    assert played["starts"] > 1 and played["checkpoints verified"] > 0
+    played = play(disk, straight, seed=1, disturbances=3)
+    done = set(played) - {"starts", "checkpoints verified"}
+    assert done and played["checkpoints verified"] > 0
 
 
 @pytest.mark.slow

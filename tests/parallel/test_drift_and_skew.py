@@ -137,7 +137,9 @@ def test_shares_of_a_step_make_sense(layout: str, runs: Runs) -> None:
         assert ranks["communication_share"] >= 0
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param([0], marks=slow), pytest.param([1], marks=slow), [0, 1]]
+)
 def test_each_rank_that_is_profiled_writes_a_trace_of_its_own(ranks: list[int], runs: Runs) -> None:
     folder = runs.folder / "profile"
     settings = [f"Profiler.ranks={ranks}", f"Profiler.profiler_log={folder}"]

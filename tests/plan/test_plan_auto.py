@@ -123,6 +123,7 @@ def test_two_processes_get_a_layout_its_reasons_and_its_reckoning(
     assert "(--cluster after.yaml)" in again.config.notices[0]
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_choose_alike_from_a_cluster_file_and_keep_a_degree(tmp_path: Path) -> None:
     """Were one to choose otherwise, their groups would not meet and the run would hang."""
     config = write_config(tmp_path, Distributed="auto")
