@@ -41,7 +41,7 @@ from fourfold.plan import Candidate, candidate_of, plan
 from fourfold.plan.cluster import Cluster, load_cluster
 from fourfold.plan.coefficients import load_coefficients
 from fourfold.plan.subject import own_spread, subject_of
-from fourfold.tokenizer import num_processors
+from fourfold.processors import num_processors
 
 BATCH, LENGTH, VOCABULARY = 16, 256, 8192
 MODEL = [

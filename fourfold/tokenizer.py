@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as TokenizerFile
 
 from fourfold.errors import DataError, UserError
+from fourfold.processors import num_processors
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -480,47 +480,3 @@ def _without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def num_processors() -> int:
-    """How many this process may use: by its affinity, and by the quota of its container."""
-    if hasattr(os, "sched_getaffinity"):
-        allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count() or 1
-    return max(1, math.ceil(min(allowed, cgroup_processors())))
-
-
-def cgroup_processors(root: Path = Path("/")) -> float:
-    """The processors' worth of time a container is limited to; infinite without a limit.
-
-    The limits of the groups around it count as well. A container may see its own group as the
-    root of all, so a group whose path is not there is looked for at the root.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return math.inf
-    limits = [math.inf]
-    for line in lines:
-        _, kinds, group = line.split(":", 2)
-        mounted = root / "sys/fs/cgroup"
-        if kinds:
-            if "cpu" not in kinds.split(","):
-                continue
-            mounted /= "cpu"  # version 1; in version 2 all kinds are one
-        inside = Path(group.lstrip("/"))
-        limits += [_quota(mounted / each) for each in [inside, *inside.parents]]
-    return min(limits)
-
-
-def _quota(group: Path) -> float:
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
-        return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except (OSError, ValueError, ZeroDivisionError):
-        return math.inf  # "max", or not limited by time

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ORDER = (
-    "errors heartbeat waiting signals config tokenizer data model mesh parallel optim metrics "
-    "checkpoint convert engine generate evaluate serve plan launch cli flags"
+    "errors heartbeat waiting signals processors config tokenizer data model mesh parallel optim "
+    "metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
 )
 LINE = ORDER.split()
 PACKAGE = Path(__file__).parent.parent / "fourfold"
@@ -44,7 +44,9 @@ def test_imports_run_left_to_right(file: Path) -> None:
     assert not right, f"{own} imports {sorted(right)}, which stand to its right"
 
 
-@pytest.mark.parametrize("part", ["config", "tokenizer", "errors", "heartbeat", "signals"])
+@pytest.mark.parametrize(
+    "part", ["config", "tokenizer", "errors", "heartbeat", "signals", "processors"]
+)
 def test_light_parts_import_no_torch(part: str) -> None:
     for file in FILES:
         if part_of(file) == part:

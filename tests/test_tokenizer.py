@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -26,8 +25,6 @@ from fourfold.tokenizer import (
     END_OF_TEXT,
     Tokenizer,
     canonical_identity,
-    cgroup_processors,
-    num_processors,
     train,
 )
 
@@ -260,46 +257,6 @@ def test_what_an_older_version_recorded_is_still_this_tokenizer(
     assert check_checkpoint_tokenizer(recorded, datasets[1:], "step_1", allowed=False) == []
     with pytest.raises(DataError, match="made with another tokenizer"):
         check_checkpoint_tokenizer(tokenizer.identity, datasets, "step_1", allowed=False)
-
-
-# Processors
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/", {"cpu.max": "max 100000"}, math.inf),
-        ("0::/", {"cpu.max": "400000 100000"}, 4.0),
-        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
-        ("0::/elsewhere", {"cpu.max": "200000 100000"}, 2.0),
-        (
-            "4:cpu,cpuacct:/job\n3:cpuset:/\n0::/",
-            {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
-            3.0,
-        ),
-        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
-        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "?", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
-        ("", {}, math.inf),
-    ],
-)
-def test_processors_of_a_container(
-    tmp_path: Path, groups: str, files: dict[str, str], expected: float
-) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    for name, content in files.items():
-        file = tmp_path / "sys/fs/cgroup" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    assert cgroup_processors(tmp_path) == expected
-    assert cgroup_processors(tmp_path / "absent") == math.inf
-
-
-def test_processors_are_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for quota, expected in ((0.3, 1), (1.2, 2), (math.inf, None)):
-        monkeypatch.setattr("fourfold.tokenizer.cgroup_processors", lambda quota=quota: quota)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
-        assert num_processors() == (expected or 7)
 
 
 def test_save_into_a_directory_leaves_one_file(tokenizer: Tokenizer, tmp_path: Path) -> None:

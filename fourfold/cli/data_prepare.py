@@ -90,7 +90,7 @@ def prepare(
     """Turn raw text into token files; the same command goes on where a killed one stopped."""
     from fourfold.cli.progress import PrepareProgress
     from fourfold.data.prepare import Settings, dataset_prefix, prepare_files
-    from fourfold.tokenizer import num_processors
+    from fourfold.processors import num_processors
 
     settings = Settings(
         tokenizer=tokenizer,

@@ -74,7 +74,7 @@ def _take(place: Place) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        from fourfold.tokenizer import num_processors
+        from fourfold.processors import num_processors
 
         torch.set_num_threads(max(1, num_processors() // place.nproc))
 

@@ -21,7 +21,7 @@ from fourfold.plan.advice import impossible
 from fourfold.plan.cluster import GIB, PRESETS, Cluster, Device, load_cluster, parse_cluster
 from fourfold.plan.doctor import crowded, hardware, plain_cpu
 from fourfold.plan.planner import Candidate, Plan, plan
-from fourfold.tokenizer import num_processors
+from fourfold.processors import num_processors
 
 CLUSTER_FILE = Path("cluster.yaml")
 GPU_MODELS = Path("/proc/driver/nvidia/gpus")

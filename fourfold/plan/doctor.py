@@ -44,7 +44,7 @@ from fourfold.plan.measuring import (
 )
 from fourfold.plan.steptime import OPTIMIZER_BYTES
 from fourfold.plan.workload import Network, Software, Spread
-from fourfold.tokenizer import num_processors
+from fourfold.processors import num_processors
 
 
 @dataclass(frozen=True)

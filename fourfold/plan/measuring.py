@@ -26,7 +26,7 @@ from fourfold.model.gpt import GPT, Block, ModelShape
 from fourfold.model.init import initialize
 from fourfold.model.loss import head_cross_entropy
 from fourfold.optim import Optimizer
-from fourfold.tokenizer import num_processors
+from fourfold.processors import num_processors
 
 # (m, n, k): tokens by width, as forward, backward and weight-gradient products have them.
 SHAPES = (
