@@ -1,4 +1,4 @@
-"""How good a trained model is: `evaluate(config)` measures what the `Eval` section asks for.
+"""Evaluation of trained models: `evaluate(config)` measures what the `Eval` section asks for.
 
 | Eval keys                    | measured                                                          |
 |------------------------------|-------------------------------------------------------------------|
@@ -9,6 +9,6 @@
 harness.py runs the tasks of EleutherAI's `lm_eval` on a checkpoint.
 """
 
-from fourfold.evaluate.run import Result, evaluate
+from fourfold.evaluate.measures import Result, evaluate
 
 __all__ = ["Result", "evaluate"]

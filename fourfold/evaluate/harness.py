@@ -21,7 +21,7 @@ from typing import Any
 
 from fourfold.config import Config, load_config
 from fourfold.errors import UserError, report
-from fourfold.evaluate.scoring import Question, Scorer
+from fourfold.evaluate.scoring import Scorer, ScoreRequest
 from fourfold.generate import Decoder, Options, complete
 from fourfold.generate.loading import load_trained
 from fourfold.tokenizer import Tokenizer
@@ -46,8 +46,8 @@ class Answers:
 
         A context too long for the model loses its beginning.
         """
-        questions = [self._question(*pair) for pair in pairs]
-        return [(one.total, bool(one.is_best.all())) for one in self._scorer.answer(questions)]
+        requests = [self._request(*pair) for pair in pairs]
+        return [(one.total, bool(one.is_best.all())) for one in self._scorer.score(requests)]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log-probability of each text from its first token on.
@@ -56,19 +56,19 @@ class Answers:
         with the last token of the one before it; the last reaches back as far as the model's
         positions do.
         """
-        questions, owners = [], []
+        requests, owners = [], []
         positions = self._scorer.max_tokens - 1
         for owner, text in enumerate(texts):
             tokens = [self._tokenizer.eos_id, *self._tokenizer.encode(text)]
             for start in range(0, len(tokens) - 1, positions):
                 stop = min(start + positions, len(tokens) - 1)
-                questions.append(
-                    Question(tokens[max(0, stop - positions) : stop + 1], stop - start)
+                requests.append(
+                    ScoreRequest(tokens[max(0, stop - positions) : stop + 1], stop - start)
                 )
                 owners.append(owner)
         totals = [0.0] * len(texts)
-        for owner, answer in zip(owners, self._scorer.answer(questions)):
-            totals[owner] += answer.total
+        for owner, score in zip(owners, self._scorer.score(requests)):
+            totals[owner] += score.total
         return totals
 
     def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -96,7 +96,7 @@ class Answers:
                 texts[place] = result.text
         return texts
 
-    def _question(self, context: str, continuation: str) -> Question:
+    def _request(self, context: str, continuation: str) -> ScoreRequest:
         # Blanks belong to the word after them, which is how the tokenizer learned it.
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
@@ -109,7 +109,7 @@ class Answers:
                 f"a continuation of {len(target)} tokens does not fit into the model's "
                 f"{self._scorer.max_tokens - 1} positions; leave the task out"
             )
-        return Question(tokens[-self._scorer.max_tokens :], len(target))
+        return ScoreRequest(tokens[-self._scorer.max_tokens :], len(target))
 
     def _options(self, settings: dict[str, Any]) -> tuple[Options, tuple[str, ...]]:
         """What the harness calls generation settings, and the strings that end a text."""

@@ -1,10 +1,10 @@
-"""Perplexity over a long stretch of tokens, seen through windows.
+"""Perplexity of a long text or of token files, with sliding windows.
 
 Windows of `seq_len` inputs begin every `stride` tokens. The first counts whole; of each later one
 only the last `stride` predictions count, which no window before it made, so every token but the
 first is counted once and all but the first few after at least `seq_len - stride` others.
 
-The tokens come as pieces of any length and are held no longer than a window needs them.
+The tokens come in pieces of any length and are held no longer than a window needs them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from itertools import tee
 
 import numpy as np
 
+from fourfold.config import Config
+from fourfold.data.agreement import find_end_of_text
+from fourfold.data.dataset import TokenDataset
+from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
 from fourfold.errors import DataError
-from fourfold.evaluate.scoring import Question, Scorer
+from fourfold.evaluate.scoring import Scorer, ScoreRequest
+
+# Tokens of a document read at a time.
+PIECE_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class Loss:
 
 def windows(
     pieces: Iterable[Sequence[int] | np.ndarray], seq_len: int, stride: int
-) -> Iterator[Question]:
-    """The windows over all pieces laid end to end, each asked about the tokens it counts."""
+) -> Iterator[ScoreRequest]:
+    """The windows over all pieces laid end to end, each scored on the tokens it counts."""
     assert 1 <= stride <= seq_len, (stride, seq_len)
     source = iter(pieces)
     held = np.empty(0, np.int64)
@@ -52,7 +59,7 @@ def windows(
         held, ended = _filled(held, source, seq_len + 2)
         window = held[: seq_len + 1]
         if len(window) > seen:
-            yield Question(window, len(window) - seen)
+            yield ScoreRequest(window, len(window) - seen)
             seen = len(window)
         if ended and len(held) <= seq_len + 1:
             return
@@ -86,13 +93,13 @@ def measure_loss(
 
     `token_bytes` tells how many bytes of text each id stands for.
     """
-    questions, asked = tee(windows(pieces, seq_len, stride))
+    requests, scored = tee(windows(pieces, seq_len, stride))
     total, counted, num_bytes = 0.0, 0, 0
-    for question, answer in zip(asked, scorer.answer(questions)):
-        tokens = np.asarray(question.tokens)
-        labels = tokens[-question.asked :]
-        counts = tokens[-question.asked - 1 : -1] != ignored_input
-        total -= float(answer.logprobs.numpy()[counts].sum())
+    for request, score in zip(scored, scorer.score(requests)):
+        tokens = np.asarray(request.tokens)
+        labels = tokens[-request.scored :]
+        counts = tokens[-request.scored - 1 : -1] != ignored_input
+        total -= float(score.logprobs.numpy()[counts].sum())
         counted += int(counts.sum())
         if token_bytes is not None:
             _check_known(labels, len(token_bytes))
@@ -148,3 +155,53 @@ def detokenize_wikitext(text: str) -> str:
 def count_words(text: str) -> int:
     """Words as the benchmark counts them: what stands between single blanks."""
     return len(text.strip().split(" "))
+
+
+# -- tokens of prepared data --------------------------------------------------------------------
+
+
+def read_part(config: Config) -> tuple[Iterator[np.ndarray], int | None]:
+    """Tokens of the part `Eval.part`, at most `Eval.max_tokens`, and the end-of-text id if known.
+
+    They come in pieces, read from the files as they are asked for.
+
+    A weighted mixture is read as its sources, whole and one after the other: what is measured is
+    the data, not the order training would take it in.
+    """
+    name = config.Eval.part
+    parts = parts_of(config)
+    part = parts.get(name)
+    if part is None:
+        raise DataError(
+            f"Eval.part={name}, but Data.dataset.{name}_data is null; choose one of "
+            f"{', '.join(parts)}"
+        )
+    check_parts(config, {name: part})
+    found = sum(
+        int(source.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        for source, documents in _documents(part)
+    )
+    if found < 2:
+        raise DataError(
+            f"the {name} part of the data holds {found} tokens; give it a share in "
+            "Data.dataset.split, or choose another Eval.part"
+        )
+    end_of_text, _ = find_end_of_text(config, all_datasets(parts))
+    return _pieces(part, config.Eval.max_tokens or found), end_of_text
+
+
+def _documents(part: Part) -> Iterator[tuple[TokenDataset, range]]:
+    for source in part.datasets:
+        yield source, part.serving.documents(source)
+
+
+def _pieces(part: Part, left: int) -> Iterator[np.ndarray]:
+    for source, documents in _documents(part):
+        for document in documents:
+            size = int(source.sizes[document])
+            for start in range(0, size, PIECE_TOKENS):
+                stop = min(start + PIECE_TOKENS, size, start + left)
+                yield source.tokens(document, start, stop)
+                left -= stop - start
+                if left == 0:
+                    return

@@ -1,9 +1,10 @@
-"""How probable a model finds given tokens: the one question all measures here are made of.
+"""Log-probabilities of given tokens: the computation behind every measure, and behind echo with
+`logprobs` of the server.
 
 Sequences are padded behind their end, where a causal network does not look, so a result does not
-depend on what it was batched with. Logits are only made for the tokens that are asked about.
+depend on what it was batched with. Logits are only made for the tokens that are scored.
 
-Letters: B sequences, T positions, D hidden, M tokens asked about, V vocabulary.
+Letters: B sequences, T positions, D hidden, M scored tokens, V vocabulary, K alternatives.
 """
 
 from __future__ import annotations
@@ -18,30 +19,32 @@ from torch import Tensor
 
 from fourfold.generate import Decoder
 
-# Rows of logits held at a time.
+# Rows of logits in memory at a time.
 LOGIT_ROWS = 512
-# Batches made from the questions taken in at a time: the more, the more alike are the lengths
+# Batches made from the requests taken in at a time: the more, the more alike are the lengths
 # within each, and the less is padding.
 BATCHES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Question:
-    """How probable are the last `asked` tokens, each after all that stand before it?"""
+class ScoreRequest:
+    """How probable are the last `scored` tokens, each after all that stand before it?"""
 
     tokens: Sequence[int] | np.ndarray
-    asked: int
+    scored: int
 
     def __post_init__(self) -> None:
-        assert 0 <= self.asked < len(self.tokens), (self.asked, len(self.tokens))
+        assert 0 <= self.scored < len(self.tokens), (self.scored, len(self.tokens))
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One number for each token asked about."""
+class Score:
+    """One row for each scored token."""
 
-    logprobs: Tensor  # float64
-    is_best: Tensor  # bool: no other token was more probable
+    logprobs: Tensor  # (M,) float64
+    is_best: Tensor  # (M,) bool: no other token was more probable
+    top_ids: Tensor  # (M, K) the most probable tokens there, best first
+    top_logprobs: Tensor  # (M, K)
 
     @property
     def total(self) -> float:
@@ -49,59 +52,77 @@ class Answer:
 
 
 class Scorer:
-    """Answers questions in batches of similar length; the answers come as they were asked for."""
+    """Scores requests in batches of similar length; scores come in the order of the requests.
+
+    `alternatives` is the number of most probable tokens reported beside each scored one. With a
+    `vocab_size`, ids beyond it, which pad the model's table, have no part in the probabilities.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         batch_size: int,
         on_batch: Callable[[int], None] | None = None,
+        *,
+        alternatives: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         self._decoder = decoder
         self._batch_size = batch_size
         self._on_batch = on_batch
+        self._alternatives = alternatives
+        self._vocab_size = vocab_size
         self.max_tokens = decoder.max_positions + 1
 
-    def answer(self, questions: Iterable[Question]) -> Iterator[Answer]:
+    def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Score]:
         """`on_batch` is told the number of batches so far after each."""
-        remaining = iter(questions)
+        remaining = iter(requests)
         batches = 0
         while taken := list(islice(remaining, self._batch_size * BATCHES_AT_ONCE)):
             # The longest first, so that a batch too large for the memory shows at once.
-            order = sorted(range(len(taken)), key=lambda place: -len(taken[place].tokens))
-            answers: dict[int, Answer] = {}
+            order = sorted(range(len(taken)), key=lambda index: -len(taken[index].tokens))
+            scores: dict[int, Score] = {}
             for start in range(0, len(order), self._batch_size):
-                places = order[start : start + self._batch_size]
-                answers.update(zip(places, self._answer_batch([taken[place] for place in places])))
+                indices = order[start : start + self._batch_size]
+                batch = [taken[index] for index in indices]
+                scores.update(zip(indices, self._score_batch(batch)))
                 batches += 1
                 if self._on_batch is not None:
                     self._on_batch(batches)
-            yield from (answers[place] for place in range(len(taken)))
+            yield from (scores[index] for index in range(len(taken)))
 
     @torch.inference_mode()
-    def _answer_batch(self, batch: list[Question]) -> list[Answer]:
+    def _score_batch(self, batch: list[ScoreRequest]) -> list[Score]:
         decoder = self._decoder
-        lengths = [len(question.tokens) - 1 for question in batch]
+        lengths = [len(request.tokens) - 1 for request in batch]
         width = max(lengths)
         assert width < self.max_tokens, (width, self.max_tokens)
         padded = torch.zeros(len(batch), width + 1, dtype=torch.int64)
-        asked = torch.zeros(len(batch), width, dtype=torch.bool)
-        for row, (question, length) in enumerate(zip(batch, lengths)):
-            padded[row, : length + 1] = torch.as_tensor(question.tokens)
-            asked[row, length - question.asked : length] = True
-        padded, asked = padded.to(decoder.device), asked.to(decoder.device)
+        scored = torch.zeros(len(batch), width, dtype=torch.bool)
+        for row, (request, length) in enumerate(zip(batch, lengths)):
+            padded[row, : length + 1] = torch.as_tensor(request.tokens)
+            scored[row, length - request.scored : length] = True
+        padded, scored = padded.to(decoder.device), scored.to(decoder.device)
         x = decoder.model.hidden(padded[:, :-1], None, None, 0)  # (B, T, D)
-        logprobs, is_best = self._compare(x[asked], padded[:, 1:][asked])  # (M,) each
-        counts = [question.asked for question in batch]
-        return [
-            Answer(*pair) for pair in zip(logprobs.cpu().split(counts), is_best.cpu().split(counts))
-        ]
+        columns = self._compare(x[scored], padded[:, 1:][scored])
+        counts = [request.scored for request in batch]
+        return [Score(*parts) for parts in zip(*(column.cpu().split(counts) for column in columns))]
 
-    def _compare(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, is_best = [], []
-        for rows, wanted in zip(x.split(LOGIT_ROWS), labels.split(LOGIT_ROWS)):
-            logits = self._decoder.logits(rows)  # (M, V)
-            chosen = logits.gather(1, wanted.unsqueeze(1)).squeeze(1)
-            logprobs.append((chosen - logits.logsumexp(dim=-1)).double())
-            is_best.append(chosen >= logits.amax(dim=-1))
-        return torch.cat(logprobs), torch.cat(is_best)
+    def _compare(self, x: Tensor, labels: Tensor) -> list[Tensor]:
+        """The fields of a `Score` for M rows of hidden values and their labels."""
+        chunks = [
+            self._compare_rows(*rows) for rows in zip(x.split(LOGIT_ROWS), labels.split(LOGIT_ROWS))
+        ]
+        return [torch.cat(columns) for columns in zip(*chunks)]
+
+    def _compare_rows(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logits = self._decoder.logits(x)[:, : self._vocab_size]  # (rows, V)
+        normalizer = logits.logsumexp(dim=-1)
+        chosen = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+        top, top_ids = logits.topk(min(self._alternatives, logits.shape[1]), dim=-1)
+        return (
+            (chosen - normalizer).double(),
+            chosen >= logits.amax(dim=-1),
+            top_ids,
+            top - normalizer.unsqueeze(1),
+        )

@@ -1,4 +1,4 @@
-"""What the server has done so far, as Prometheus reads it."""
+"""Server metrics: counters and histograms in the text format of Prometheus."""
 
 from __future__ import annotations
 

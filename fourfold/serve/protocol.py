@@ -1,17 +1,51 @@
-"""The bodies clients send: OpenAI's fields, each supported, refused or named here as harmless.
+"""Bounds, errors and request bodies of the OpenAI protocol.
 
-A field that is not in these classes is refused by its name. A field that is here but not
-supported takes its neutral value only, which many clients send unasked. Types are taken
-literally: "16" and 16.0 are no integers.
+Every field of a body is supported, refused, or named here as harmless. A field that is not in these
+classes is refused by its name. A field that is here but not supported takes its neutral value only,
+which many clients send unasked. Types are taken literally: "16" and 16.0 are no integers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fourfold.serve.limits import Limits
+
+@dataclass(frozen=True)
+class Limits:
+    """Every bound of the server: beyond it a request is refused, with its number in the message."""
+
+    head_bytes: int = 64 << 10  # request line and headers
+    body_bytes: int = 1 << 20
+    sequences: int = 64  # prompts times n of one request
+    waiting: int = 128  # sequences without a slot, of all requests
+    connections: int = 256
+    spare_connections: int = 32  # beyond, while all others are busy; only /health is answered
+    request_seconds: float = 300.0  # from its first byte to the last of the reply
+    head_seconds: float = 10.0
+    body_seconds: float = 20.0
+    shutdown_seconds: float = 10.0
+
+    # How often a token can be guessed from one address: so many at a time, each so long.
+    guesses: int = 8
+    guess_seconds: float = 1.0
+
+    # Of single fields; OpenAI's own are lower or the same.
+    n: int = 16
+    alternatives: int = 20
+    stops: int = 16
+    stop_characters: int = 256
+    messages: int = 1024
+
+    @property
+    def kept_for_newcomers(self) -> int:
+        """Places of the queue that clients who have texts in it already may not take."""
+        return self.waiting // 4
+
+
+# -- bodies -------------------------------------------------------------------------------------
 
 LIMITS = Limits()
 # Logits divided by less may be more than a float32 holds.
@@ -53,11 +87,11 @@ def _only(*neutral: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool = False
     include_obfuscation: Annotated[bool | None, _only(False)] = None
 
@@ -72,7 +106,7 @@ Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_nearly_0)]
 Stop = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_characters)]
 
 
-class Request(Body):
+class GenerationRequest(RequestBody):
     """What both kinds of completion share. A field left out is what the run's file says."""
 
     model: str | None = None
@@ -101,8 +135,8 @@ class Request(Body):
     logit_bias: Annotated[dict[str, Any] | None, _only({})] = None
 
 
-class CompletionRequest(Request):
-    # Looked into by asking.py: one clear sentence for all its wrong forms.
+class CompletionRequest(GenerationRequest):
+    # Looked into by requests.py: one clear sentence for all its wrong forms.
     prompt: str | list[Any]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=LIMITS.alternatives)] | None = None
@@ -110,12 +144,12 @@ class CompletionRequest(Request):
     best_of: Annotated[int | None, _only(1)] = None
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(max_length=LIMITS.messages)]
     name: Annotated[str | None, _only()] = None
@@ -127,8 +161,8 @@ class Message(Body):
         return "".join(part.text for part in self.content)
 
 
-class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages)]
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=LIMITS.messages)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.alternatives)] | None = None
@@ -140,10 +174,10 @@ class ChatRequest(Request):
 
 _FIELDS = {
     field
-    for kind in (CompletionRequest, ChatRequest, Message, TextPart, StreamOptions)
+    for kind in (CompletionRequest, ChatRequest, ChatMessage, TextPart, StreamOptions)
     for field in kind.model_fields
 }
-Kind = TypeVar("Kind", bound=Body)
+Kind = TypeVar("Kind", bound=RequestBody)
 
 
 def parse(kind: type[Kind], data: bytes) -> Kind:

@@ -1,4 +1,4 @@
-"""The one thread that owns the model: requests come to it, pieces of text leave it.
+"""The worker: the one thread that owns the model and batches all requests (continuous batching).
 
     job = worker.submit(sequences, who)   from the event loop; refused when the queue is full
     async for piece in job: ...           pieces of all its choices, as they are written
@@ -23,50 +23,50 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from fourfold.errors import UserError
+from fourfold.evaluate.scoring import Scorer, ScoreRequest
+from fourfold.generate import Decoder, Token
 from fourfold.generate.module import GenerationModule
-from fourfold.serve.asking import Wanted
-from fourfold.serve.judging import judge
-from fourfold.serve.limits import Limits
 from fourfold.serve.metrics import Metrics
-from fourfold.serve.protocol import ApiError
-from fourfold.serve.writing import Piece, Writer, echoed
+from fourfold.serve.protocol import ApiError, Limits
+from fourfold.serve.replies import Detokenizer, TextPiece, echo_piece
+from fourfold.serve.requests import SequenceRequest
 
 SHUTTING_DOWN = "the server is shutting down"
 MODEL_FAILED = "the model failed; see the log"
 log = logging.getLogger("fourfold.serve")
 
 
-class Job:
+class CompletionJob:
     """One request on its way: the event loop's side of it."""
 
     def __init__(
         self,
-        wanted: Sequence[Wanted],
+        requests: Sequence[SequenceRequest],
         client: str,
         seconds: float,
-        cancel: Callable[[Job], None],
+        cancel: Callable[[CompletionJob], None],
     ) -> None:
-        self.wanted = list(wanted)
+        self.requests = list(requests)
         self.client = client
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         self.new_tokens = 0
         self.admitted = False
         self.over = False  # no more pieces are wanted; set by either side
-        self.open = len(self.wanted)  # choices without an end
+        self.open = len(self.requests)  # choices without an end
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
+        self._pieces: asyncio.Queue[TextPiece | ApiError] = asyncio.Queue()
         self._cancel = cancel
 
-    def put(self, piece: Piece | ApiError) -> None:
+    def put(self, piece: TextPiece | ApiError) -> None:
         """From the worker's thread."""
         try:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
         except RuntimeError:
             self.over = True  # the loop is closed, and with it the client's connection
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        unfinished = len(self.wanted)
+    async def __aiter__(self) -> AsyncIterator[TextPiece]:
+        unfinished = len(self.requests)
         while unfinished:
             piece = await self._pieces.get()
             if isinstance(piece, ApiError):
@@ -79,19 +79,21 @@ class Job:
         self._cancel(self)
 
 
-class Turns:
+class FairQueue:
     """Texts that wait, of each client in the order it sent them, and of all clients in turn."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[tuple[Job, Writer]]] = {}  # the first is the next
+        self._lines: dict[
+            str, deque[tuple[CompletionJob, Detokenizer]]
+        ] = {}  # the first is the next
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
-    def put(self, job: Job, writer: Writer) -> None:
+    def put(self, job: CompletionJob, writer: Detokenizer) -> None:
         self._lines.setdefault(job.client, deque()).append((job, writer))
 
-    def take(self) -> tuple[Job, Writer]:
+    def take(self) -> tuple[CompletionJob, Detokenizer]:
         client = next(iter(self._lines))
         line = self._lines.pop(client)
         pair = line.popleft()
@@ -99,7 +101,7 @@ class Turns:
             self._lines[client] = line
         return pair
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: CompletionJob) -> None:
         line = deque(pair for pair in self._lines.get(job.client, ()) if pair[0] is not job)
         if line:
             self._lines[job.client] = line
@@ -119,10 +121,10 @@ class Worker:
         self.slots = slots
         self._session = module.session(slots)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._writers: dict[int, tuple[Job, Writer]] = {}  # by the session's names
-        self._to_judge, self._to_write = Turns(), Turns()
+        self._writers: dict[int, tuple[CompletionJob, Detokenizer]] = {}  # by the session's names
+        self._to_score, self._to_write = FairQueue(), FairQueue()
         self._lock = threading.Lock()  # guards the next two
-        self._jobs: set[Job] = set()  # submitted and not over
+        self._jobs: set[CompletionJob] = set()  # submitted and not over
         self._sequences: Counter[str] = Counter()  # of all jobs, by client
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="fourfold-worker", daemon=True)
@@ -151,23 +153,23 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
-    def submit(self, wanted: Sequence[Wanted], client: str) -> Job:
+    def submit(self, requests: Sequence[SequenceRequest], client: str) -> CompletionJob:
         with self._lock:
             if self._stopping:
                 raise self._ended()
-            self._check_room(len(wanted), client)
-            self._sequences[client] += len(wanted)
-            job = Job(wanted, client, self._limits.request_seconds, self._ask_to_cancel)
+            self._check_room(len(requests), client)
+            self._sequences[client] += len(requests)
+            job = CompletionJob(requests, client, self._limits.request_seconds, self._ask_to_cancel)
             self._jobs.add(job)
         self._inbox.put(lambda: self._admit(job))
         return job
 
-    def _check_room(self, wanted: int, client: str) -> None:
+    def _check_room(self, sequences: int, client: str) -> None:
         room, all_texts = self.slots + self._limits.waiting, self._sequences.total()
         kept = self._limits.kept_for_newcomers if self._sequences[client] else 0
-        if all_texts + wanted <= room - kept:
+        if all_texts + sequences <= room - kept:
             return
-        if all_texts + wanted <= room:
+        if all_texts + sequences <= room:
             message = (
                 f"{self._sequences[client]} texts of this client are being written or wait, and "
                 f"the last {kept} of {room} places are kept for others; try again"
@@ -179,7 +181,7 @@ class Worker:
     def _ended(self) -> ApiError:
         return ApiError(500, MODEL_FAILED) if self.failed else ApiError(503, SHUTTING_DOWN)
 
-    def _ask_to_cancel(self, job: Job) -> None:
+    def _ask_to_cancel(self, job: CompletionJob) -> None:
         if not job.over:
             self._inbox.put(lambda: self._drop(job))
 
@@ -198,7 +200,7 @@ class Worker:
             self.on_failure()
 
     def _turn(self) -> None:
-        idle = not (self._writers or self._to_judge or self._to_write)
+        idle = not (self._writers or self._to_score or self._to_write)
         try:
             self._take_in(wait=idle)
             self._step()
@@ -229,13 +231,13 @@ class Worker:
                 return
 
     def _step(self) -> None:
-        if self._to_judge:
+        if self._to_score:
             # One at a time: it takes as long as a step or more, and others are waiting.
-            self._judge(*self._to_judge.take())
+            self._score_prompt(*self._to_score.take())
         while self._to_write and len(self._writers) < self.slots:
             job, writer = self._to_write.take()
-            wanted = writer.wanted
-            name = self._session.add(wanted.prompt, wanted.options, wanted.number)
+            request = writer.request
+            name = self._session.add(request.prompt, request.options, request.number)
             self._writers[name] = job, writer
         if not self._writers:
             return
@@ -252,42 +254,44 @@ class Worker:
             if piece.text or piece.tokens or piece.finish is not None:
                 self._give(job, piece)
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: CompletionJob) -> None:
         if job.over:
             return
         job.admitted = True
-        for choice, wanted in enumerate(job.wanted):
-            writer = Writer(choice, wanted, self._module.tokenizer)
-            self._metrics.prompt(len(wanted.prompt))
-            if wanted.echo is not None and wanted.options.alternatives is not None:
-                self._to_judge.put(job, writer)
+        for choice, request in enumerate(job.requests):
+            writer = Detokenizer(choice, request, self._module.tokenizer)
+            self._metrics.prompt(len(request.prompt))
+            if request.echo is not None and request.options.alternatives is not None:
+                self._to_score.put(job, writer)
                 continue
-            if wanted.echo is not None:
-                self._give(job, echoed(choice, wanted, self._module.tokenizer))
+            if request.echo is not None:
+                self._give(job, echo_piece(choice, request, self._module.tokenizer))
             self._add(job, writer)
 
-    def _judge(self, job: Job, writer: Writer) -> None:
-        wanted, tokenizer = writer.wanted, self._module.tokenizer
-        alternatives = wanted.options.alternatives
+    def _score_prompt(self, job: CompletionJob, writer: Detokenizer) -> None:
+        request, tokenizer = writer.request, self._module.tokenizer
+        alternatives = request.options.alternatives
         assert alternatives is not None
-        tokens = judge(self._module.decoder, wanted.prompt, alternatives, tokenizer.vocab_size)
-        self._give(job, echoed(writer.choice, wanted, tokenizer, tokens))
+        tokens = prompt_logprobs(
+            self._module.decoder, request.prompt, alternatives, tokenizer.vocab_size
+        )
+        self._give(job, echo_piece(writer.choice, request, tokenizer, tokens))
         self._add(job, writer)
 
-    def _add(self, job: Job, writer: Writer) -> None:
-        if writer.wanted.new_tokens == 0:
-            self._give(job, Piece(writer.choice, finish="length"))
+    def _add(self, job: CompletionJob, writer: Detokenizer) -> None:
+        if writer.request.new_tokens == 0:
+            self._give(job, TextPiece(writer.choice, finish="length"))
         else:
             self._to_write.put(job, writer)
 
-    def _give(self, job: Job, piece: Piece) -> None:
+    def _give(self, job: CompletionJob, piece: TextPiece) -> None:
         job.put(piece)
         if piece.finish is not None:
             job.open -= 1
             self._leave(job, 1)
             job.over = job.open == 0
 
-    def _count_token(self, job: Job) -> None:
+    def _count_token(self, job: CompletionJob) -> None:
         if job.new_tokens == 0:
             self._metrics.first_token(time.monotonic() - job.began)
         job.new_tokens += 1
@@ -306,23 +310,23 @@ class Worker:
                 )
                 self._fail(job, late)
 
-    def _fail(self, job: Job, error: ApiError) -> None:
+    def _fail(self, job: CompletionJob, error: ApiError) -> None:
         job.put(error)
         self._drop(job)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: CompletionJob) -> None:
         """Nothing more for this job. Its open choices are counted once, however it ends."""
         for name in [name for name, (one, _) in self._writers.items() if one is job]:
             del self._writers[name]
             self._session.cancel(name)
-        self._to_judge.remove(job)
+        self._to_score.remove(job)
         self._to_write.remove(job)
         job.over = True
         self._metrics.cancelled(job.open)
         left, job.open = job.open, 0
         self._leave(job, left)
 
-    def _leave(self, job: Job, sequences: int) -> None:
+    def _leave(self, job: CompletionJob, sequences: int) -> None:
         with self._lock:
             self._sequences[job.client] -= sequences
             if not self._sequences[job.client]:
@@ -330,7 +334,7 @@ class Worker:
             if job.open == 0:
                 self._jobs.discard(job)
 
-    def _unfinished(self) -> list[Job]:
+    def _unfinished(self) -> list[CompletionJob]:
         with self._lock:
             return list(self._jobs)
 
@@ -340,7 +344,7 @@ class Worker:
         if not known:
             log.exception("a step failed")
         message = str(error) if known else "the step failed; the server's log says why"
-        self._writers, self._to_judge, self._to_write = {}, Turns(), Turns()
+        self._writers, self._to_score, self._to_write = {}, FairQueue(), FairQueue()
         self._session = self._module.session(self.slots)
         # A device that failed for good fails here, before another client waits for it.
         self._session.network.read([[self._module.tokenizer.eos_id]])
@@ -348,3 +352,24 @@ class Worker:
         for job in self._unfinished():
             if job.admitted:
                 self._fail(job, ApiError(500, message))
+
+
+# -- prompts --------------------------------------------------------------------------------------
+
+
+def prompt_logprobs(
+    decoder: Decoder, prompt: Sequence[int], alternatives: int, vocab_size: int
+) -> list[Token]:
+    """The prompt's tokens, each with its log-probability after all before it.
+
+    The first follows nothing and has none.
+    """
+    tokens = [Token(sequence=0, id=prompt[0])]
+    if len(prompt) == 1:
+        return tokens
+    scorer = Scorer(decoder, batch_size=1, alternatives=alternatives, vocab_size=vocab_size)
+    [score] = scorer.score([ScoreRequest(prompt, len(prompt) - 1)])
+    columns = (score.logprobs, score.top_ids, score.top_logprobs)
+    for token_id, logprob, *top in zip(prompt[1:], *(column.tolist() for column in columns)):
+        tokens.append(Token(0, token_id, None, logprob, tuple(zip(*top))))
+    return tokens

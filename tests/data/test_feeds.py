@@ -16,7 +16,7 @@ from fourfold.data.prepare import prepare
 from fourfold.data.serving import all_datasets, parts_of
 from fourfold.engine.feeds import Feeds, open_feeds
 from fourfold.errors import DataError
-from fourfold.evaluate.prepared import read_part
+from fourfold.evaluate.perplexity import read_part
 from fourfold.mesh import Layout
 
 DOCUMENTS = 205

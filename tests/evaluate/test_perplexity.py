@@ -16,7 +16,7 @@ from model.test_transformers_parity import SHAPE, to_ours
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fourfold.errors import DataError
-from fourfold.evaluate.cloze import cloze_question, measure_cloze
+from fourfold.evaluate.measures import cloze_request, measure_cloze
 from fourfold.evaluate.perplexity import (
     Loss,
     count_words,
@@ -24,7 +24,7 @@ from fourfold.evaluate.perplexity import (
     measure_loss,
     windows,
 )
-from fourfold.evaluate.scoring import Answer, Question, Scorer
+from fourfold.evaluate.scoring import Score, Scorer, ScoreRequest
 from fourfold.generate import Decoder
 from fourfold.metrics.perplexity import perplexity
 from fourfold.model import GPT
@@ -59,13 +59,13 @@ def test_windows_count_every_token_once(num_tokens: int, seq_len: int, data: st.
     cuts = sorted(data.draw(st.lists(st.integers(0, num_tokens), max_size=6)))
     pieces = np.split(np.arange(num_tokens, dtype=np.uint16), cuts)
     counted = []
-    for number, question in enumerate(windows(iter(pieces), seq_len, stride)):
-        start, stop = int(question.tokens[0]), int(question.tokens[-1]) + 1
-        assert list(question.tokens) == list(range(start, stop))
+    for number, request in enumerate(windows(iter(pieces), seq_len, stride)):
+        start, stop = int(request.tokens[0]), int(request.tokens[-1]) + 1
+        assert list(request.tokens) == list(range(start, stop))
         assert start % stride == 0 and stop - start <= seq_len + 1
         assert stop - start == seq_len + 1 or stop == num_tokens
-        assert number == 0 or question.asked <= stride
-        counted += question.tokens[-question.asked :].tolist()
+        assert number == 0 or request.scored <= stride
+        counted += request.tokens[-request.scored :].tolist()
     assert counted == list(range(1, num_tokens))
 
 
@@ -102,12 +102,15 @@ def test_what_follows_the_end_of_text_does_not_count(pair: tuple) -> None:
     decoder, _ = pair
     scorer = Scorer(decoder, batch_size=4)
     whole = measure_loss(scorer, [TOKENS[:30]], 48, 48)
-    [answer] = scorer.answer([Question(TOKENS[:30], 29)])
+    [score] = scorer.score([ScoreRequest(TOKENS[:30], 29)])
     places = [place for place, token in enumerate(TOKENS[:29]) if token == TOKENS[10]]
     masked = measure_loss(scorer, [TOKENS[:30]], 48, 48, ignored_input=TOKENS[10])
     assert masked.tokens == whole.tokens - len(places)
-    lost = -sum(float(answer.logprobs[place]) for place in places)
+    lost = -sum(float(score.logprobs[place]) for place in places)
     assert masked.total == pytest.approx(whole.total - lost)
+
+
+NO_ALTERNATIVES = (torch.empty(0), torch.empty(0))
 
 
 class Uniform(Scorer):
@@ -116,11 +119,12 @@ class Uniform(Scorer):
     def __init__(self, vocab_size: int, batch_size: int = 4) -> None:
         self._logprob, self._batch_size, self._on_batch = -math.log(vocab_size), batch_size, None
 
-    def _answer_batch(self, batch: list[Question]) -> list[Answer]:
+    def _score_batch(self, batch: list[ScoreRequest]) -> list[Score]:
         return [
-            Answer(
-                torch.full((one.asked,), self._logprob, dtype=torch.float64),
-                torch.zeros(one.asked, dtype=torch.bool),
+            Score(
+                torch.full((one.scored,), self._logprob, dtype=torch.float64),
+                torch.zeros(one.scored, dtype=torch.bool),
+                *NO_ALTERNATIVES,
             )
             for one in batch
         ]
@@ -156,29 +160,29 @@ def test_memory_does_not_grow_with_the_data() -> None:
     assert peak(400) < 1.5 * peak(100)
 
 
-def test_batches_hold_questions_of_similar_length(pair: tuple) -> None:
+def test_batches_hold_requests_of_similar_length(pair: tuple) -> None:
     decoder, _ = pair
     lengths = [2, 40] * 16
     widths: list[tuple[int, int]] = []
     hidden = decoder.model.hidden
-    questions = [Question(TOKENS[n : n + length], 1) for n, length in enumerate(lengths)]
+    requests = [ScoreRequest(TOKENS[n : n + length], 1) for n, length in enumerate(lengths)]
     decoder.model.hidden = lambda tokens, *rest: (
         widths.append(tuple(tokens.shape)) or hidden(tokens, *rest)
     )
     try:
-        answers = list(Scorer(decoder, 4).answer(questions))
+        scores = list(Scorer(decoder, 4).score(requests))
     finally:
         del decoder.model.hidden
     assert widths == [(4, 39)] * 4 + [(4, 1)] * 4
-    alone = [next(Scorer(decoder, 1).answer([question])).total for question in questions]
-    assert [answer.total for answer in answers] == pytest.approx(alone, abs=1e-4)
+    alone = [next(Scorer(decoder, 1).score([request])).total for request in requests]
+    assert [score.total for score in scores] == pytest.approx(alone, abs=1e-4)
 
 
 def test_batches_do_not_change_an_answer(pair: tuple) -> None:
     decoder, _ = pair
-    questions = [Question(TOKENS[i : i + 2 + 9 * i], 1 + i) for i in range(5)]
-    one = [answer.total for answer in Scorer(decoder, 1).answer(questions)]
-    all_at_once = [answer.total for answer in Scorer(decoder, 8).answer(questions)]
+    requests = [ScoreRequest(TOKENS[i : i + 2 + 9 * i], 1 + i) for i in range(5)]
+    one = [score.total for score in Scorer(decoder, 1).score(requests)]
+    all_at_once = [score.total for score in Scorer(decoder, 8).score(requests)]
     assert one == pytest.approx(all_at_once, abs=1e-4)
 
 
@@ -233,10 +237,10 @@ def tokenizer() -> Tokenizer:
 
 
 def test_the_last_word_is_encoded_apart_with_a_blank(tokenizer: Tokenizer) -> None:
-    question = cloze_question(tokenizer, "the mat  and mat\n", 48)
-    assert question.tokens == tokenizer.encode("the mat  and") + tokenizer.encode(" mat")
-    assert question.asked == len(tokenizer.encode(" mat"))
-    short = cloze_question(tokenizer, "the cat sat on the mat", 3)
+    request = cloze_request(tokenizer, "the mat  and mat\n", 48)
+    assert request.tokens == tokenizer.encode("the mat  and") + tokenizer.encode(" mat")
+    assert request.scored == len(tokenizer.encode(" mat"))
+    short = cloze_request(tokenizer, "the cat sat on the mat", 3)
     assert list(short.tokens) == tokenizer.encode("the cat sat on the mat")[-4:]
 
 
@@ -267,17 +271,18 @@ def test_cloze_equals_transformers(pair: tuple, tokenizer: Tokenizer, tmp_path: 
 def test_cloze_counts_what_the_model_gets_right(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "cloze.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    right = {tuple(cloze_question(tokenizer, text, 48).tokens) for text in TEXTS[:3]}
+    right = {tuple(cloze_request(tokenizer, text, 48).tokens) for text in TEXTS[:3]}
 
     class Knowing(Scorer):
         def __init__(self) -> None:
             pass
 
-        def answer(self, questions):  # type: ignore[no-untyped-def]
-            for one in questions:
-                known = torch.full((one.asked,), tuple(one.tokens) in right)
+        def score(self, requests):  # type: ignore[no-untyped-def]
+            for one in requests:
+                known = torch.full((one.scored,), tuple(one.tokens) in right)
                 known[:-1] = True  # all but the last token alone is not enough
-                yield Answer(torch.zeros(one.asked, dtype=torch.float64), known)
+                zeros = torch.zeros(one.scored, dtype=torch.float64)
+                yield Score(zeros, known, *NO_ALTERNATIVES)
 
     result = measure_cloze(Knowing(), tokenizer, file, 48)
     assert (result.correct, result.examples, result.accuracy) == (3, 4, 0.75)

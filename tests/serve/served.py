@@ -20,9 +20,8 @@ from tiny_text_run import sentences
 from fourfold import checkpoint
 from fourfold.config import Config, load_config
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.serve.app import Service
-from fourfold.serve.limits import Limits
-from fourfold.serve.server import bind, make_server, make_service
+from fourfold.serve.protocol import Limits
+from fourfold.serve.server import Service, bind, make_server, make_service
 from fourfold.tokenizer import Tokenizer, train
 
 TOKEN = "a-token-of-some-length"

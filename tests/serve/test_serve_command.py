@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fourfold.cli import app, serving
 from fourfold.errors import UserError
-from fourfold.serve.limits import Limits
+from fourfold.serve.protocol import Limits
 from fourfold.serve.server import make_service
 
 # Data that could tell of the tokenizer is not there.

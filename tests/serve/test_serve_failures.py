@@ -17,8 +17,8 @@ import pytest
 from served import Served, chunks, serving, wait_until
 
 from fourfold.generate.session import Session
-from fourfold.serve import asking, guard
-from fourfold.serve.limits import Limits
+from fourfold.serve import http, server
+from fourfold.serve.protocol import Limits
 
 LONG = {"prompt": "the", "max_tokens": 200, "min_tokens": 200, "seed": 1}
 
@@ -138,7 +138,7 @@ def test_the_command_ends_with_code_1_when_the_model_failed(config: Path) -> Non
 def test_an_error_of_the_server_has_the_usual_shape(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(asking, "completion", broken)
+    monkeypatch.setattr(server, "completion_sequences", broken)
     with caplog.at_level(logging.ERROR):
         reply = served.complete(prompt="a")
     assert reply.status_code == 500
@@ -151,7 +151,7 @@ def test_an_error_of_the_server_has_the_usual_shape(
 def test_a_model_that_hangs_is_told_of_and_not_waited_for(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(http, "GRACE_SECONDS", 0.2)
     release = threading.Event()
     with serving(config, limits=Limits(request_seconds=0.3)) as served:
         decoder: Any = served.service.worker._module.decoder

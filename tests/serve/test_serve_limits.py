@@ -14,8 +14,8 @@ import openai
 import pytest
 from served import TOKEN, Served, chunks, everything, serving, wait_until
 
-from fourfold.serve.guard import client_of
-from fourfold.serve.limits import Limits
+from fourfold.serve.http import client_of
+from fourfold.serve.protocol import Limits
 
 LONG = {"prompt": "the", "max_tokens": 250, "min_tokens": 250, "seed": 1}
 CHAT = [{"role": "user", "content": "a"}]
@@ -96,7 +96,7 @@ def test_bytes_that_are_no_request_get_an_answer_of_the_usual_shape(served: Serv
 def test_a_prompt_whose_size_says_that_it_cannot_fit_is_not_encoded(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = served.service.terms.tokenizer
+    tokenizer = served.service.context.tokenizer
     longest = tokenizer.longest_token_bytes
     assert longest is not None
     fits = "é" * (longest * 256 // 2)  # in as many bytes as 256 of the longest tokens

@@ -19,7 +19,7 @@ import tiny_text_run
 from served import Served, everything, serving
 from test_serve_hostile import mutated
 
-from fourfold.serve.limits import Limits
+from fourfold.serve.protocol import Limits
 
 SECONDS = 60.0
 CLIENTS = 12
@@ -164,7 +164,7 @@ def test_a_minute_of_every_kind_of_client(config: Path) -> None:
         served.until(lambda worker: worker.running == worker.waiting == 0)
         worker = served.service.worker
         assert not worker._jobs and not worker._sequences and not worker._writers
-        assert not worker._to_judge and not worker._to_write
+        assert not worker._to_score and not worker._to_write
         metrics = httpx.get(f"{served.url}/metrics").text
         assert "fourfold_sequences_running 0\n" in metrics
         assert "fourfold_sequences_waiting 0\n" in metrics

@@ -6,8 +6,8 @@ import pytest
 from served import make_untrained
 
 from fourfold.generate import Options, Token
-from fourfold.serve.asking import Wanted
-from fourfold.serve.writing import Piece, Writer
+from fourfold.serve.replies import Detokenizer, TextPiece
+from fourfold.serve.requests import SequenceRequest
 from fourfold.tokenizer import Tokenizer
 
 
@@ -20,9 +20,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def pieces(
     tokenizer: Tokenizer, ids: list[int], *stop: str, echo: str | None = None
-) -> list[Piece]:
+) -> list[TextPiece]:
     options = Options(max_dec_len=len(ids), alternatives=0)
-    writer = Writer(0, Wanted((1,), options, 0, stop, len(ids), echo), tokenizer)
+    writer = Detokenizer(0, SequenceRequest((1,), options, 0, stop, len(ids), echo), tokenizer)
     found = []
     for place, token_id in enumerate(ids):
         finish = "length" if place == len(ids) - 1 else None
@@ -62,5 +62,5 @@ def test_tokens_of_a_stop_string_are_not_shown(tokenizer: Tokenizer) -> None:
 
 
 def test_the_end_of_text_is_no_text(tokenizer: Tokenizer) -> None:
-    writer = Writer(0, Wanted((1,), Options(), 0, (), 16), tokenizer)
-    assert writer.take(Token(0, tokenizer.eos_id, "stop")) == Piece(0, finish="stop")
+    writer = Detokenizer(0, SequenceRequest((1,), Options(), 0, (), 16), tokenizer)
+    assert writer.take(Token(0, tokenizer.eos_id, "stop")) == TextPiece(0, finish="stop")

@@ -1,18 +1,21 @@
-"""From an `Eval` section to a table of results."""
+"""Evaluation of a checkpoint: from an `Eval` section to a table of results.
+
+evaluate(config)      perplexity of a text, cloze accuracy (LAMBADA), or loss of prepared data
+measure_cloze(...)    how often the model finds the last word of a text
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config
 from fourfold.errors import DataError, UserError
-from fourfold.evaluate.cloze import measure_cloze
-from fourfold.evaluate.perplexity import count_words, detokenize_wikitext, measure_loss
-from fourfold.evaluate.prepared import read_part
-from fourfold.evaluate.scoring import Scorer
+from fourfold.evaluate.perplexity import count_words, detokenize_wikitext, measure_loss, read_part
+from fourfold.evaluate.scoring import Scorer, ScoreRequest
 from fourfold.generate import Decoder
 from fourfold.generate.loading import Trained, load_trained
 from fourfold.metrics.perplexity import perplexity
@@ -20,6 +23,7 @@ from fourfold.tokenizer import Tokenizer
 
 Notice = Callable[[str], None]
 Numbers = dict[str, float | int]
+MAX_LINE_BYTES = 1 << 20  # of an example of cloze
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,73 @@ def _progress(every: int, on_notice: Notice) -> Callable[[int], None]:
             on_notice(f"{batches} batches done")
 
     return tell
+
+
+# -- cloze --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """How many last words were found.
+
+    The word is what follows the last blank, encoded with a blank before it and apart from the text
+    before it. It is found if each of its tokens is the most probable one there.
+    """
+
+    correct: int
+    examples: int
+    logprob: float  # of all words together
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.examples
+
+
+def measure_cloze(scorer: Scorer, tokenizer: Tokenizer, file: Path, seq_len: int) -> Cloze:
+    """Over the JSON lines of `file`, each with a `text`."""
+    requests = (cloze_request(tokenizer, text, seq_len) for text in read_texts(file))
+    correct = examples = 0
+    logprob = 0.0
+    for score in scorer.score(requests):
+        correct += bool(score.is_best.all())
+        examples += 1
+        logprob += score.total
+    if not examples:
+        raise DataError(f"{file}: holds no text; give each example a line of JSON")
+    return Cloze(correct, examples, logprob)
+
+
+def cloze_request(tokenizer: Tokenizer, text: str, seq_len: int) -> ScoreRequest:
+    word = text.split()[-1]
+    context = tokenizer.encode(text[: text.rindex(word)].strip())
+    target = tokenizer.encode(f" {word}")
+    # A long text loses its beginning; the window holds seq_len inputs and the last token.
+    tokens = [*context, *target][-(seq_len + 1) :]
+    return ScoreRequest(tokens, min(len(target), len(tokens) - 1))
+
+
+def read_texts(file: Path) -> Iterator[str]:
+    try:
+        with file.open("rb") as stream:
+            number = 0
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if line.strip():
+                    yield _text_of(line, f"{file}:{number}")
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}; set Eval.eval_path to a file") from None
+
+
+def _text_of(line: bytes, place: str) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise DataError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MB is no example")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not JSON ({error}); each line is one JSON object") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{place}: no text here; write {{"text": "..."}} on each line')
+    if len(text.split()) < 2:
+        raise DataError(f"{place}: {text!r} has no word before its last; remove the line")
+    return text

@@ -1,7 +1,11 @@
-"""What every request passes first and every reply last: size, host, token, time, and headers.
+"""HTTP in bounds: connections, the security middleware, and the reading of request bodies.
 
-Plain ASGI around the application. Nothing of a request's body is read here, and nothing of it, nor
-of a query, goes into the log of requests.
+    bounded_protocol(limits)     uvicorn's HTTP/1.1 connection with the bounds it lacks
+    SecurityMiddleware           size, host, token, time and headers of every request and reply
+    read_body(request, ...)      a body within its size and time, parsed
+
+The middleware is plain ASGI around the application. It reads nothing of a request's body, and
+nothing of a body or a query goes into the log of requests.
 """
 
 from __future__ import annotations
@@ -9,19 +13,23 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fourfold.serve.limits import Limits
 from fourfold.serve.metrics import Metrics
-from fourfold.serve.protocol import ApiError
+from fourfold.serve.protocol import ApiError, Kind, Limits, parse
 
 # Everything a browser could be talked into with these pages or replies is switched off. There are
 # no CORS headers, so pages of other origins cannot read a reply.
@@ -45,7 +53,9 @@ log = logging.getLogger("fourfold.serve")
 access_log = logging.getLogger("fourfold.serve.access")
 
 
-class Guard:
+class SecurityMiddleware:
+    """What every request passes first and every reply last (ASGI middleware)."""
+
     def __init__(
         self,
         app: ASGIApp,
@@ -203,3 +213,161 @@ def client_of(scope: Scope) -> str:
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
         return str(ipaddress.ip_network((found, 64), strict=False))
     return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+# -- bodies -------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request, kind: type[Kind], limits: Limits) -> Kind:
+    # A form of another origin can send any text but this type, which browsers ask us about first.
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, f"content-type {content_type[:80]!r}: send application/json")
+    data = await _bytes(request, limits)
+    # Off the event loop: a million unknown fields take their time.
+    return await asyncio.to_thread(parse, kind, data)
+
+
+async def _bytes(request: Request, limits: Limits) -> bytes:
+    too_large = ApiError(413, f"the body is larger than the {limits.body_bytes} bytes it may have")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                data += part
+                if len(data) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {limits.body_seconds:g} seconds",
+            headers={"connection": "close"},
+        ) from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early") from None
+    return bytes(data)
+
+
+# -- connections --------------------------------------------------------------------------------
+
+
+def bounded_protocol(limits: Limits) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1 connection with the bounds it lacks.
+
+    - A request's head has its time, and bytes that trickle in do not prolong it.
+    - Connections are counted. Beyond the limit the one that has waited longest for its next
+      request makes way, so that idle ones cannot keep others out; where none is idle, some more are
+      let in, of which the middleware answers `/health` alone, and those beyond are closed.
+    - What still comes of a body that was refused is read for a while, so that the client can see
+      its answer, and no longer.
+    - Bytes that are no request get an answer in the shape of all others.
+    """
+
+    class BoundedProtocol(H11Protocol):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._body_timer: asyncio.TimerHandle | None = None
+            self._idle_since = time.monotonic()
+            self._unwanted_bytes = 0  # of a body whose request is answered
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._make_room()
+            self._watch_head()
+
+        def data_received(self, data: bytes) -> None:
+            if self._body_timer is not None:
+                self._unwanted_bytes += len(data)
+                if self._unwanted_bytes > limits.body_bytes:
+                    self.transport.abort()
+                    return
+            super().data_received(data)
+            if not self._body_is_unwanted:
+                self._end_of_body()
+            self._watch_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._idle_since = time.monotonic()
+            if self._body_is_unwanted and not self.transport.is_closing():
+                self._unwanted_bytes = 0
+                self._body_timer = self.loop.call_later(limits.body_seconds, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_head_timer()
+            self._end_of_body()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+                self.transport.close()  # it has its answer, and this is what follows
+                return
+            error = ApiError(
+                400,
+                "not an HTTP/1.1 request, or one whose head is larger than "
+                f"{limits.head_bytes} bytes",
+            )
+            body = json.dumps(error.body).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
+
+        # -- room -------------------------------------------------------------------------------
+
+        @property
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        @property
+        def _body_is_unwanted(self) -> bool:
+            return self._is_idle and self.conn.their_state is h11.SEND_BODY
+
+        def _make_room(self) -> None:
+            others = [
+                one
+                for one in self.connections
+                if isinstance(one, BoundedProtocol)
+                and one is not self
+                and not one.transport.is_closing()
+            ]
+            if len(others) < limits.connections:
+                return
+            idle = [one for one in others if one._is_idle]
+            if idle:
+                min(idle, key=lambda one: one._idle_since).transport.close()
+            elif len(others) >= limits.connections + limits.spare_connections:
+                self.transport.abort()
+
+        # -- time -------------------------------------------------------------------------------
+
+        def _watch_head(self) -> None:
+            """A timer runs exactly while a head is awaited; bytes do not prolong it."""
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_head_timer()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(limits.head_seconds, self.transport.close)
+
+        def _stop_head_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _end_of_body(self) -> None:
+            if self._body_timer is not None:
+                self._body_timer.cancel()
+                self._body_timer = None
+
+    return BoundedProtocol
