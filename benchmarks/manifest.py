@@ -30,16 +30,15 @@ from typing import Any
 
 import torch
 
-from fourfold.checkpoint import Piece
+from fourfold.checkpoint import Shard
 from fourfold.checkpoint.bounded import FileRecord
 from fourfold.checkpoint.directory import history
 from fourfold.checkpoint.manifest import read_manifest, write_manifest
-from fourfold.checkpoint.pieces import Box
 from fourfold.checkpoint.records import Part, StoredPiece, encode_part, joined, read_parts
-from fourfold.checkpoint.shards import parts_by_file, shard_names
-from fourfold.model import ModelShape
-from fourfold.model.init import whole_shapes
-from fourfold.parallel.cuts import own_range, split_dim
+from fourfold.checkpoint.tensor_files import parts_by_file, shard_names
+from fourfold.model import ModelShape, table_of
+from fourfold.model.params import split_range
+from fourfold.shards import Box
 
 GPT3 = ModelShape(
     vocab_size=51200,
@@ -57,7 +56,7 @@ def names_and_shapes() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Checkpoint name -> parameter and whole shape: weights and two moments each."""
     return {
         pattern.format(name): (name, shape)
-        for name, shape in whole_shapes(GPT3).items()
+        for name, shape in table_of(GPT3).shapes.items()
         for pattern in ("model.{}", "optim.{}.exp_avg", "optim.{}.exp_avg_sq")
     }
 
@@ -65,9 +64,9 @@ def names_and_shapes() -> dict[str, tuple[str, tuple[int, ...]]]:
 def box_of(name: str, shape: tuple[int, ...], mp: int, shard: int, ways: int) -> Box | None:
     """What one rank writes of a parameter: its model-parallel part, of that its rows."""
     offsets, sizes = [0] * len(shape), list(shape)
-    dim = split_dim(name)
+    dim = table_of(GPT3)[name].split_dim
     if dim is not None:
-        start, stop = own_range(shape[dim], mp, MP)
+        start, stop = split_range(shape[dim], mp, MP)
         offsets[dim], sizes[dim] = start, stop - start
     elif mp != zlib.crc32(name.encode()) % MP:
         return None  # one of the replicas writes it
@@ -108,7 +107,7 @@ def save(directory: Path, ranks: int) -> None:
     write_manifest(directory, 1000, 1, joined(parts), b"{}")
 
 
-def open_as(directory: Path, wanted: dict[str, Piece]) -> None:
+def open_as(directory: Path, wanted: dict[str, Shard]) -> None:
     files = parts_by_file(read_manifest(directory), wanted)
     assert files
 
@@ -170,7 +169,7 @@ def row(tensors: dict[str, Any], ranks: int, rounds: int, folder: Path) -> str:
     saving = median(rounds, lambda: save(directory, ranks))
     size = sum(path.stat().st_size for path in directory.glob("index-*.json"))
     wanted = {
-        name: Piece(torch.empty(box.shape, device="meta"), tensors[name][1], box.offsets)
+        name: Shard(torch.empty(box.shape, device="meta"), tensors[name][1], box.offsets)
         for name, box in boxes_of(tensors, ranks // 2, ranks).items()
     }
     opening = median(rounds, lambda: open_as(directory, wanted))

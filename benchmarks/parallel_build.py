@@ -21,8 +21,7 @@ from parallel_ranks import Desk, once, say, table
 from fourfold.config import Config
 from fourfold.mesh import connect
 from fourfold.metrics import read_jsonl
-from fourfold.model import ModelShape
-from fourfold.model.init import whole_shapes
+from fourfold.model import ModelShape, count_parameters
 from fourfold.parallel import layout_of, parallelize, preload
 
 BUILD_SHAPE = [
@@ -82,8 +81,7 @@ def build(config: Config) -> Iterator[tuple[int, int, int]]:
     before = resident_memory()
     runner = parallelize(config, mesh, device)
     grown = resident_memory("VmHWM") - before
-    shapes = whole_shapes(ModelShape.of(config.Model)).values()
-    whole = 4 * sum(torch.Size(shape).numel() for shape in shapes)
+    whole = 4 * count_parameters(ModelShape.of(config.Model))
     share = storage_bytes([parameter.data for parameter in runner.masters.values()])
     yield whole, share, grown
 

@@ -25,8 +25,8 @@ from fourfold.config import Config
 from fourfold.config.pace import Pace
 from fourfold.engine import Engine
 from fourfold.metrics import Meter, Sinks
-from fourfold.parallel.pieces import local
-from fourfold.parallel.shard import sharded_modules
+from fourfold.parallel.fsdp import sharded_modules
+from fourfold.shards import local
 from fourfold.signals import StopRequest
 
 KINDS = ("weights", "gradients", "moments")
@@ -184,7 +184,7 @@ def run_step(engine: Engine, step: int) -> None:
 
 
 def sizes_of(engine: Engine) -> Sizes:
-    whole = {held.name: torch.Size(held.shape).numel() for held in engine.runner.held.values()}
+    whole = {held.name: torch.Size(held.shape).numel() for held in engine.runner.shards.values()}
     layer = sum(count for name, count in whole.items() if name.startswith("layers.0."))
     return Sizes(sum(whole.values()), layer, whole["embeddings.word.weight"])
 

@@ -36,12 +36,12 @@ from fourfold.config import Config
 from fourfold.engine import Engine
 from fourfold.mesh import Layout
 from fourfold.parallel import preload
-from fourfold.parallel.pieces import is_sharded
 from fourfold.plan import Candidate, candidate_of, plan
 from fourfold.plan.cluster import Cluster, load_cluster
 from fourfold.plan.coefficients import load_coefficients
 from fourfold.plan.subject import own_spread, subject_of
 from fourfold.processors import num_processors
+from fourfold.shards import is_sharded
 
 BATCH, LENGTH, VOCABULARY = 16, 256, 8192
 MODEL = [

@@ -7,6 +7,7 @@ gives them out by parameter name, so a checkpoint does not know how they were la
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -16,8 +17,7 @@ from torch.optim.adamw import adamw
 
 from fourfold.config import Config
 from fourfold.config.pace import Pace
-from fourfold.model.names import is_bias, is_norm
-from fourfold.parallel.pieces import local
+from fourfold.shards import local
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,6 @@ class LossScale:
         return self.value <= self.SMALLEST
 
 
-def is_decayed(name: str) -> bool:
-    """Weight decay spares biases and LayerNorms; embeddings do decay, as in the originals."""
-    return not is_bias(name) and not is_norm(name)
-
-
 @dataclass
 class Group:
     """Parameters that share a weight decay, with Adam's state of each."""
@@ -123,27 +118,31 @@ class Optimizer:
     become views of it, and the update is two long loops instead of hundreds of short ones.
     """
 
+    MOMENTS = ("exp_avg", "exp_avg_sq")  # its state of a parameter, each of the parameter's shape
+
     def __init__(
         self,
         parameters: dict[str, torch.nn.Parameter],
         *,
+        decayed: Collection[str],
         weight_decay: float,
         betas: tuple[float, float],
         epsilon: float,
         grad_clip: float,
         tensor_fusion: bool = False,
     ) -> None:
+        """`decayed` are the keys of those that weight decay applies to."""
         self.parameters = parameters
         self.betas = betas
         self.epsilon = epsilon
         self.grad_clip = grad_clip
         self.tensor_fusion = tensor_fusion
         self.updates = 0
-        decayed = [p for name, p in parameters.items() if is_decayed(name)]
-        spared = [p for name, p in parameters.items() if not is_decayed(name)]
+        decays = [p for name, p in parameters.items() if name in decayed]
+        spared = [p for name, p in parameters.items() if name not in decayed]
         if tensor_fusion:
-            decayed, spared = [_flatten(decayed)], [_flatten(spared)]
-        self.groups = [Group.of(decayed, weight_decay), Group.of(spared, 0.0)]
+            decays, spared = [_flatten(decays)], [_flatten(spared)]
+        self.groups = [Group.of(decays, weight_decay), Group.of(spared, 0.0)]
 
     @torch.no_grad()
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
@@ -191,7 +190,7 @@ class Optimizer:
                     parameter.grad.zero_()
 
     def named_moments(self) -> dict[str, Tensor]:
-        """`<parameter>.exp_avg` and `<parameter>.exp_avg_sq` for every parameter, as views."""
+        """`<parameter>.<moment>` for every parameter and each of `MOMENTS`, as views."""
         moments: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for key, moment in self._moments(parameter).items():

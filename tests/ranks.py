@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import torch
 
+import fourfold.parallel.fsdp
+
 # Imported once here instead of by every forked rank.
 import fourfold.parallel.pipeline
-import fourfold.parallel.shard
 import fourfold.parallel.tensor  # noqa: F401
 
 T = TypeVar("T")

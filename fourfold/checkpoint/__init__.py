@@ -21,7 +21,6 @@ from fourfold.checkpoint.directory import candidates, named
 from fourfold.checkpoint.disk import check_shared, free_bytes
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.merging import merge
-from fourfold.checkpoint.pieces import Piece, Tensors
 from fourfold.checkpoint.reading import (
     Verified,
     load,
@@ -31,12 +30,13 @@ from fourfold.checkpoint.reading import (
     verify,
 )
 from fourfold.checkpoint.writing import PendingSave, begin_save, save
+from fourfold.shards import Shard, Tensors
 
 __all__ = [
     "Crew",
     "MismatchError",
     "PendingSave",
-    "Piece",
+    "Shard",
     "Tensors",
     "Verified",
     "begin_save",

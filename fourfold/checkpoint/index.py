@@ -36,8 +36,8 @@ from fourfold.checkpoint.bounded import (
     StrictRecord,
     parse_record,
 )
-from fourfold.checkpoint.pieces import Box, tiling_problem
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box, tiling_problem
 
 Grid = tuple[tuple[int, ...], ...]
 

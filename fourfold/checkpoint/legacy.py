@@ -25,8 +25,8 @@ from fourfold.checkpoint.bounded import (
     parse_record,
 )
 from fourfold.checkpoint.index import Cut, check_room
-from fourfold.checkpoint.pieces import Box
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box
 
 LEGACY_VERSIONS = (1, 2)
 

@@ -37,8 +37,8 @@ from fourfold.checkpoint.bounded import (
 )
 from fourfold.checkpoint.index import Cut, Index, index_name
 from fourfold.checkpoint.legacy import LEGACY_VERSIONS, legacy_head, read_legacy
-from fourfold.checkpoint.pieces import Box
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"

@@ -18,12 +18,12 @@ from fourfold.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from fourfold.checkpoint.pieces import Box, whole
 from fourfold.checkpoint.place import Place
 from fourfold.checkpoint.reading import check_files, read_state
 from fourfold.checkpoint.records import Part, StoredPiece, joined
-from fourfold.checkpoint.shards import read_shards, shard_names, write_shard
+from fourfold.checkpoint.tensor_files import read_shards, shard_names, write_shard
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box, Shard
 
 
 def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
@@ -69,7 +69,9 @@ def _write_whole(source: Path, manifest: Manifest, prefix: str, into: Path) -> N
         tensors = {
             name: torch.empty(cuts[name].shape, dtype=cuts[name].torch_dtype()) for name in names
         }
-        read_shards(source, manifest, {name: whole(tensor) for name, tensor in tensors.items()})
+        read_shards(
+            source, manifest, {name: Shard.whole(tensor) for name, tensor in tensors.items()}
+        )
         files[file] = write_shard(into / file, tensors)
         for name in names:
             shape = cuts[name].shape

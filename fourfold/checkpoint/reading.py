@@ -26,9 +26,8 @@ from fourfold.checkpoint.manifest import (
     read_manifest,
     state_record,
 )
-from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
 from fourfold.checkpoint.place import Place
-from fourfold.checkpoint.shards import (
+from fourfold.checkpoint.tensor_files import (
     dtype_name,
     file_problems,
     header_problems,
@@ -36,6 +35,7 @@ from fourfold.checkpoint.shards import (
     read_shards,
 )
 from fourfold.errors import CheckpointError
+from fourfold.shards import Shard, Tensors, as_shards
 
 # How often a reader starts over because the writer replaced or removed what it was reading.
 MAX_RESTARTS = 100
@@ -61,7 +61,7 @@ def load(
     by one of the ranks that read it. What one rank raises, all raise. Without `hashes` only sizes
     and headers are checked, and values that changed on the disk go unnoticed.
     """
-    directory, wanted = Path(directory), as_pieces(tensors)
+    directory, wanted = Path(directory), as_shards(tensors)
     with ExitStack() as closing:
         place = _together(crew, lambda: closing.enter_context(Place(directory)))
 
@@ -205,7 +205,7 @@ class Verified:
 
     def read(self, name: str) -> torch.Tensor:
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        wanted = as_pieces({name: tensor})
+        wanted = as_shards({name: tensor})
         self._place.steady(lambda: read_shards(self.directory, self._manifest, wanted))
         return tensor
 
@@ -268,16 +268,16 @@ def _read_state(directory: Path, record: FileRecord, algorithm: HashName) -> dic
 def _check_fits(
     directory: Path,
     manifest: Manifest,
-    wanted: Mapping[str, Piece],
+    wanted: Mapping[str, Shard],
     prefix: str,
     unclaimed: list[str],
 ) -> None:
     held = {name: rec for name, rec in manifest.tensors.items() if name.startswith(prefix)}
     missing = [name for name in wanted if name not in held]
     different = [
-        f"{name} (there {held[name]}, here {dtype_name(piece.tensor.dtype)} {list(piece.shape)})"
-        for name, piece in wanted.items()
-        if name in held and not _fits(held[name], piece)
+        f"{name} (there {held[name]}, here {dtype_name(shard.local.dtype)} {list(shard.shape)})"
+        for name, shard in wanted.items()
+        if name in held and not _fits(held[name], shard)
     ]
     complaints = [
         f"{len(names)} {what}: {', '.join(names[:NAMES_SHOWN])}"
@@ -297,6 +297,6 @@ def _check_fits(
         )
 
 
-def _fits(cut: Cut, piece: Piece) -> bool:
-    assert piece.box().fits_in(piece.shape)
-    return cut.shape == piece.shape and cut.torch_dtype() == piece.tensor.dtype
+def _fits(cut: Cut, shard: Shard) -> bool:
+    assert shard.box.fits_in(shard.shape)
+    return cut.shape == shard.shape and cut.torch_dtype() == shard.local.dtype

@@ -28,8 +28,8 @@ from fourfold.checkpoint.bounded import (
     parse_record,
 )
 from fourfold.checkpoint.index import Cut, Index, group_of
-from fourfold.checkpoint.pieces import Box
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box
 
 
 class StoredPiece(NamedTuple):

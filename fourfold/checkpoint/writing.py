@@ -24,10 +24,10 @@ from fourfold.checkpoint.directory import (
 from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
 from fourfold.checkpoint.meeting import Meeting
-from fourfold.checkpoint.pieces import Piece, Tensors, as_pieces
 from fourfold.checkpoint.records import Part, joined
-from fourfold.checkpoint.shards import BEAT_SECONDS, Beat, check_writable, write_shards
+from fourfold.checkpoint.tensor_files import BEAT_SECONDS, Beat, check_writable, write_shards
 from fourfold.errors import CheckpointError
+from fourfold.shards import Shard, Tensors, as_shards
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def save(
 ) -> Path:
     """Commit `output_dir/step_N` and return it; of all, the `keep_last` newest stay (0: all).
 
-    Every rank of the crew calls it with the pieces it is to write; together they make up each
+    Every rank of the crew calls it with the shards it is to write; together they make up each
     tensor exactly once, and the state is the same everywhere. Rank 0 returns when the checkpoint
     is committed, the others when all parts are complete.
 
@@ -55,10 +55,10 @@ def save(
     cannot even begin on all of them, and leaves the directory as it was. Tied tensors are given
     once. The tensors must not change until this returns.
     """
-    pieces = as_pieces(tensors)
-    check_writable(pieces)
+    shards = as_shards(tensors)
+    check_writable(shards)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
-    return _Save(Path(output_dir), step, pieces, state_bytes, keep_last, crew).begun().run()
+    return _Save(Path(output_dir), step, shards, state_bytes, keep_last, crew).begun().run()
 
 
 def begin_save(
@@ -73,18 +73,18 @@ def begin_save(
 
     The next save of any kind must wait for this one.
     """
-    pieces = as_pieces(tensors)
-    check_writable(pieces)
+    shards = as_shards(tensors)
+    check_writable(shards)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
     # A thread that is at work says nothing of the life of the rank, until somebody waits for it.
     moved = threading.Event()
     quiet = replace(crew, beat=moved.set)
-    work = _Save(Path(output_dir), step, pieces, state_bytes, keep_last, quiet).begun()
+    work = _Save(Path(output_dir), step, shards, state_bytes, keep_last, quiet).begun()
     copies = {
-        name: Piece(piece.tensor.detach().to("cpu", copy=True), piece.shape, piece.offsets)
-        for name, piece in pieces.items()
+        name: Shard(shard.local.detach().to("cpu", copy=True), shard.shape, shard.offsets)
+        for name, shard in shards.items()
     }
-    return PendingSave(replace(work, pieces=copies).run, moved)
+    return PendingSave(replace(work, shards=copies).run, moved)
 
 
 class PendingSave:
@@ -131,7 +131,7 @@ class _Save:
 
     output_dir: Path
     step: int
-    pieces: Mapping[str, Piece]
+    shards: Mapping[str, Shard]
     state_bytes: bytes
     keep_last: int
     crew: Crew
@@ -186,7 +186,7 @@ class _Save:
     def _lead(self, meeting: Meeting) -> None:
         try:
             if self.crew.size == 1:
-                indices = joined({0: self._write_pieces(meeting.directory)})
+                indices = joined({0: self._write_shards(meeting.directory)})
             else:
                 indices = meeting.close(*self._part(meeting.directory))
             serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
@@ -238,21 +238,21 @@ class _Save:
     def _part(self, directory: Path) -> tuple[Part | None, str]:
         """Write this rank's pieces; what there is to tell about it, or why there is nothing."""
         try:
-            return self._write_pieces(directory), ""
+            return self._write_shards(directory), ""
         except (OSError, CheckpointError) as error:
             self._discard(directory)
             return None, self._reason(error)
 
-    def _write_pieces(self, directory: Path) -> Part:
-        return write_shards(directory, self.pieces, self._label(), self.crew.beat)
+    def _write_shards(self, directory: Path) -> Part:
+        return write_shards(directory, self.shards, self._label(), self.crew.beat)
 
     def _label(self) -> str:
         return f"rank{self.crew.rank:05d}-" if self.crew.size > 1 else ""
 
     def _bytes_needed(self) -> int:
         """Disk space this rank's part takes, rounded up."""
-        content = sum(piece.tensor.nbytes for piece in self.pieces.values())
-        overhead = OVERHEAD_BYTES + OVERHEAD_BYTES_PER_TENSOR * len(self.pieces)
+        content = sum(shard.local.nbytes for shard in self.shards.values())
+        overhead = OVERHEAD_BYTES + OVERHEAD_BYTES_PER_TENSOR * len(self.shards)
         return content + overhead + len(self.state_bytes)
 
     def _reason(self, error: Exception) -> str:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.pieces import Box, tiling_problem
 from fourfold.convert.arrays import Inert
 from fourfold.convert.pickles import Constructor, Machine, Record, only
 from fourfold.convert.stored import Stored
 from fourfold.convert.torch_files import MAX_DIMENSIONS, map_file, read_torch_bytes
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box, tiling_problem
 
 METADATA = ".metadata"
 # A piece takes some hundred steps, with the plans of all ranks, which are stored too.

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.convert.files import find_tokenizer, read_json
-from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
+from fourfold.convert.foreign import (
+    ROWS,
+    ForeignModel,
+    assemble,
+    check_tied,
+    count_of,
+    our_names,
+    split_number,
+    their_name,
+)
 from fourfold.convert.pdparams import read_pdparams, write_pdparams
 from fourfold.convert.stored import Stored, heads_from_blocks, joined, transposed
 from fourfold.errors import CheckpointError
@@ -26,33 +35,12 @@ CONFIG = "model_config.json"
 HEADS_OPTION = "--num-attention-heads"
 
 _FILES = ("model.pdparams", "model_state.pdparams")
-_PARTS = {
-    "self_attn.qkv_proj": "attn.qkv",
-    "self_attn.q_proj": "attn.q",
-    "self_attn.k_proj": "attn.k",
-    "self_attn.v_proj": "attn.v",
-    "self_attn.out_proj": "attn.out",
-    "linear1": "mlp.up",
-    "linear2": "mlp.down",
-    "norm1": "norm1",
-    "norm2": "norm2",
-}
-_WHOLE = re.compile(r"decoder\.layers\.(\d{1,6})\.([a-z0-9_.]+)\.(weight|bias)")
-_STAGED = re.compile(r"(\d{1,6})\.([a-z0-9_.]+)\.(weight|bias)")
-_STAGED_NORM = re.compile(r"\d{1,6}\.(?:norm\.)?(weight|bias)")
 _WRAPPERS = re.compile(r"^(?:_layers\.)?(?:gpt\.)?(?:shared_layers\.embed\.(?=\w))?")
-
-# The axis, in Paddle's orientation, along which tensor ranks hold pieces; biases of the others and
-# everything else is the same on every rank.
-_PIECES = {
-    **{f"attn.{part}.{kind}": -1 for part in ("qkv", "q", "k", "v") for kind in ("weight", "bias")},
-    "mlp.up.weight": -1,
-    "mlp.up.bias": -1,
-    "attn.out.weight": 0,
-    "mlp.down.weight": 0,
-    "embeddings.word.weight": 0,
-    "head": 0,
-}
+_STAGED = re.compile(r"(\d{1,6})\.([a-z0-9_]+\.[a-z0-9_.]+)")
+_STAGED_NORM = re.compile(r"\d{1,6}\.(?:norm\.)?(weight|bias)")
+_APART = re.compile(r"(?<=self_attn\.)([qkv])(?=_proj\.)")
+_HEADS = ("lm_head.weight", "lm_head.decoder_weight")
+_OURS = {theirs.removeprefix("gpt."): ours for theirs, ours in our_names("fleetx").items()}
 
 
 # --- in ---------------------------------------------------------------------------------------
@@ -148,70 +136,70 @@ def _ours(arrays: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def _our_name(name: str) -> str:
-    """Our name, or the name itself where it means nothing here."""
+    """Our name, or the name itself where it means nothing here. Of queries, keys and values that
+    are stored apart it is the name of them together, then `#q`, `#k` or `#v`."""
     plain = _WRAPPERS.sub("", name)
-    if match := _WHOLE.fullmatch(plain):
-        part = _PARTS.get(match[2])
-        return f"layers.{match[1]}.{part}.{match[3]}" if part else name
-    staged = _STAGED.fullmatch(plain)
-    if staged and staged[2] in _PARTS:
-        # Stage 0 of the pipeline's list is the embedding.
-        return f"layers.{int(staged[1]) - 1}.{_PARTS[staged[2]]}.{staged[3]}"
+    if plain in _HEADS:
+        return "head"
     if match := _STAGED_NORM.fullmatch(plain):
         return f"norm.{match[1]}"
-    known = {
-        "embeddings.word_embeddings.weight": "embeddings.word.weight",
-        "embeddings.position_embeddings.weight": "embeddings.position.weight",
-        "word_embeddings.weight": "embeddings.word.weight",
-        "position_embeddings.weight": "embeddings.position.weight",
-        "decoder.norm.weight": "norm.weight",
-        "decoder.norm.bias": "norm.bias",
-        "lm_head.weight": "head",
-        "lm_head.decoder_weight": "head",
-    }
-    return known.get(plain, name)
+    if match := _STAGED.fullmatch(plain):
+        # Stage 0 of the pipeline's list is the embedding.
+        plain = f"decoder.layers.{int(match[1]) - 1}.{match[2]}"
+    if plain.startswith(("word_embeddings.", "position_embeddings.")):
+        plain = f"embeddings.{plain}"
+    apart = _APART.search(plain)
+    pattern, number = split_number(_APART.sub("qkv", plain))
+    ours = _OURS.get(pattern)
+    if ours is None:
+        return name
+    return ROWS[ours].of_layer(number) + (f"#{apart[1]}" if apart else "")
 
 
 def _merged(name: str, pieces: list[Stored]) -> Stored:
-    axis = _PIECES.get(re.sub(r"^layers\.\d+\.", "", name))
-    if axis is None:
-        return pieces[0]
-    return joined(pieces, axis % max(len(pieces[0].shape), 1))
+    """Of all tensor ranks; everything that is not cut is the same on each."""
+    whole = name.partition("#")[0]
+    axis = 0 if name == "head" else None
+    if whole in ROWS and (axis := ROWS[whole].split_dim) is not None and ROWS[whole].is_matrix:
+        axis = 1 - axis  # in Paddle's orientation
+    return pieces[0] if axis is None else joined(pieces, axis)
 
 
 def _fused(path: Path, found: dict[str, Stored], heads: int) -> dict[str, Stored]:
     """Turned to (out, in), and separate q, k and v made one."""
     turned = {
-        name: transposed(source)
-        if name.startswith("layers.") and len(source.shape) == 2
-        else source
+        name: transposed(source) if _is_turned(name, source) else source
         for name, source in found.items()
     }
     for name in list(turned):
-        if ".attn.q." not in name:
+        whole, _, part = name.partition("#")
+        if part != "q":
             continue
-        names = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
-        if not all(part in turned for part in names):
+        names = [f"{whole}#{letter}" for letter in "qkv"]
+        if not all(each in turned for each in names):
             raise CheckpointError(f"{path} is no whole GPT: of {names} only some are there")
-        together = joined([turned.pop(part) for part in names], 0)
-        turned[name.replace(".attn.q.", ".attn.qkv.")] = heads_from_blocks(together, heads)
+        together = joined([turned.pop(each) for each in names], 0)
+        turned[whole] = heads_from_blocks(together, heads)
     return turned
 
 
-# --- out --------------------------------------------------------------------------------------
+def _is_turned(name: str, source: Stored) -> bool:
+    whole = name.partition("#")[0]
+    return whole in ROWS and ROWS[whole].kind == "linear" and len(source.shape) == 2
 
-_FOREIGN_PARTS = {ours: theirs for theirs, ours in _PARTS.items()}
+
+# --- out --------------------------------------------------------------------------------------
 
 
 def write_fleetx(model: ForeignModel, directory: Path) -> None:
     """FleetX's tree of one rank, with fused qkv, and the sizes in `model_config.json`."""
     leaf = directory / "mp_00_sharding_00_pp_00"
     leaf.mkdir()
-    names = {ours: _foreign_name(ours) for ours in model.stored}
+    names = {ours: their_name("fleetx", ours) for ours in model.stored}
     write_pdparams(
         leaf / "model.pdparams",
         (
-            (names[ours], tensor.mT if ours.startswith("layers.") and tensor.ndim == 2 else tensor)
+            (names[ours], tensor.mT if ROWS[ours].is_matrix else tensor)
             for ours, tensor in model.tensors()
         ),
         _paddle_names(names),
@@ -219,26 +207,14 @@ def write_fleetx(model: ForeignModel, directory: Path) -> None:
     (directory / CONFIG).write_text(json.dumps({"init_args": [model.model]}, indent=2) + "\n")
 
 
-def _foreign_name(ours: str) -> str:
-    if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", ours):
-        return f"gpt.decoder.layers.{match[1]}.{_FOREIGN_PARTS[match[2]]}.{match[3]}"
-    if ours.startswith("norm."):
-        return f"gpt.decoder.{ours}"
-    return "gpt." + ours.replace(".weight", "_embeddings.weight")
-
-
 def _paddle_names(names: dict[str, str]) -> dict[str, str]:
     """The name Paddle itself gives each parameter: kind, number of its kind, w or b."""
-    counts = {"embedding": 0, "linear": 0, "layer_norm": 0}
+    kinds = {"embedding": "embedding", "linear": "linear", "norm": "layer_norm"}
+    counts = dict.fromkeys(kinds, 0)
     table: dict[str, str] = {}
     for ours, foreign in names.items():
-        kind = "linear"
-        if ours.startswith("embeddings."):
-            kind = "embedding"
-        elif "norm" in ours:
-            kind = "layer_norm"
-        if foreign.endswith(".weight"):
-            counts[kind] += 1
-        letter = "w" if foreign.endswith(".weight") else "b"
-        table[foreign] = f"{kind}_{counts[kind] - 1}.{letter}_0"
+        kind = ROWS[ours].kind
+        is_weight = foreign.endswith(".weight")
+        counts[kind] += is_weight
+        table[foreign] = f"{kinds[kind]}_{counts[kind] - 1}.{'w' if is_weight else 'b'}_0"
     return table

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fourfold.convert.stored import Stored, cast, first_rows
 from fourfold.errors import CheckpointError
-from fourfold.model import ModelShape
+from fourfold.model.params import ModelShape, gpt_parameters
 
 Kind = Literal["fourfold", "hf", "fleetx", "megatron"]
 
@@ -90,27 +90,39 @@ class ForeignModel:
         self.close()
 
 
-def expected_shapes(
-    vocab_size: int, hidden_size: int, num_layers: int, ffn_hidden_size: int, positions: int
-) -> dict[str, tuple[int, ...]]:
-    """Our name -> shape of every weight of such a model, in our order."""
-    wide, narrow = ffn_hidden_size, hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word.weight": (vocab_size, narrow),
-        "embeddings.position.weight": (positions, narrow),
+# -- names ----------------------------------------------------------------------------------------
+
+# Names, cuts and orders of rows do not depend on the sizes.
+ROWS = gpt_parameters(ModelShape(1, 1, 1, 1, 1, 1))
+_NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]{1,6}(?=\.)")
+
+
+def split_number(name: str) -> tuple[str, int]:
+    """A name with `*` for the number of its layer, and the number; 0 if there is none."""
+    match = _NUMBER.search(name)
+    if match is None:
+        return name, 0
+    return f"{name[: match.start()]}*{name[match.end() :]}", int(match[0])
+
+
+def their_name(program: str, ours: str) -> str:
+    """What another program calls a parameter of ours."""
+    foreign = ROWS[ours].foreign
+    assert foreign is not None
+    return foreign[program].replace("*", str(split_number(ours)[1]), 1)
+
+
+def our_names(*programs: str) -> dict[str, str]:
+    """Their name -> our name, both with `*` for the number of a layer."""
+    return {
+        row.foreign[program]: row.name
+        for program in programs
+        for row in ROWS.rows
+        if row.foreign is not None
     }
-    linear = {
-        "attn.qkv": (3 * narrow, narrow),
-        "attn.out": (narrow, narrow),
-        "mlp.up": (wide, narrow),
-        "mlp.down": (narrow, wide),
-    }
-    for i in range(num_layers):
-        for part in ("norm1", "attn.qkv", "attn.out", "norm2", "mlp.up", "mlp.down"):
-            weight = linear.get(part, (narrow,))
-            shapes[f"layers.{i}.{part}.weight"] = weight
-            shapes[f"layers.{i}.{part}.bias"] = weight[:1]
-    return shapes | {"norm.weight": (narrow,), "norm.bias": (narrow,)}
+
+
+# -- checking -------------------------------------------------------------------------------------
 
 
 def assemble(
@@ -139,9 +151,7 @@ def assemble(
             f"{path}: {heads} attention heads do not divide the hidden size "
             f"{model['hidden_size']}; check the number of heads"
         )
-    positions = model["max_position_embeddings"]
-    sizes = {key: size for key, size in model.items() if key != "max_position_embeddings"}
-    shapes = expected_shapes(**sizes, positions=positions)
+    shapes = gpt_parameters(ModelShape(**model, num_attention_heads=heads)).shapes  # type: ignore[arg-type]
     _check(path, found, shapes)
     stored = {name: found[name] for name in shapes}
     return ForeignModel(

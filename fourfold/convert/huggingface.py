@@ -17,7 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fourfold.convert.files import find_tokenizer, read_json
-from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
+from fourfold.convert.foreign import (
+    ROWS,
+    ForeignModel,
+    assemble,
+    check_tied,
+    count_of,
+    our_names,
+    split_number,
+)
 from fourfold.convert.stored import Stored, heads_from_blocks, queries_scaled, transposed
 from fourfold.convert.torch_files import read_torch_file
 from fourfold.errors import CheckpointError
@@ -30,16 +38,8 @@ WEIGHT_FILES = (SAFETENSORS, SAFETENSORS_INDEX, TORCH, TORCH_INDEX)
 # The same function under three names.
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
-_PARTS = {
-    "ln_1": "norm1",
-    "attn.c_attn": "attn.qkv",
-    "attn.c_proj": "attn.out",
-    "ln_2": "norm2",
-    "mlp.c_fc": "mlp.up",
-    "mlp.c_proj": "mlp.down",
-}
-FOREIGN_PARTS = {ours: theirs for theirs, ours in _PARTS.items()}
-_LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,6})\.([a-z0-9_.]+)\.(weight|bias)")
+_OURS = our_names("huggingface")
+_PREFIX = "transformer."
 _MASKS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -121,16 +121,19 @@ def _by_our_names(
         if name == "lm_head.weight":
             head = source
             continue
-        match = _LAYER.fullmatch(name)
-        ours = _our_name(name, match)
-        if match and len(source.shape) == 2:
+        pattern, layer = split_number(f"{_PREFIX}{name.removeprefix(_PREFIX)}")
+        if pattern not in _OURS:
+            found[name] = source
+            continue
+        row = ROWS[_OURS[pattern]]
+        if row.kind == "linear" and len(source.shape) == 2:
             source = transposed(source)
-        if match and ".attn.qkv." in ours:
+        if row.rows_by_head:
             source = heads_from_blocks(source, heads)
-            factor = _query_factor(config, int(match[1]), source.shape[0] // (3 * heads))
+            factor = _query_factor(config, layer, source.shape[0] // (3 * heads))
             if factor != 1.0:
                 source = queries_scaled(source, heads, factor)
-        found[ours] = source
+        found[row.of_layer(layer)] = source
     if head is not None:
         check_tied(directory, "lm_head.weight", head, found.get("embeddings.word.weight"))
     if config.get("scale_attn_by_inverse_layer_idx"):
@@ -138,19 +141,6 @@ def _by_our_names(
     if config.get("scale_attn_weights") is False:
         notes.append("scale_attn_weights off: the queries were multiplied by sqrt(head size)")
     return found, notes
-
-
-def _our_name(name: str, layer: re.Match[str] | None) -> str:
-    if layer:
-        part = _PARTS.get(layer[2])
-        return f"layers.{layer[1]}.{part}.{layer[3]}" if part else name
-    known = {
-        "wte.weight": "embeddings.word.weight",
-        "wpe.weight": "embeddings.position.weight",
-        "ln_f.weight": "norm.weight",
-        "ln_f.bias": "norm.bias",
-    }
-    return known.get(name.removeprefix("transformer."), name)
 
 
 def _query_factor(config: dict[str, Any], layer: int, head_size: int) -> float:

@@ -10,7 +10,6 @@ README.md, the model card
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fourfold.convert.files import write_json, write_pair
-from fourfold.convert.foreign import ForeignModel
-from fourfold.convert.huggingface import CONFIG, FOREIGN_PARTS, SAFETENSORS, SAFETENSORS_INDEX
+from fourfold.convert.foreign import ROWS, ForeignModel, their_name
+from fourfold.convert.huggingface import CONFIG, SAFETENSORS, SAFETENSORS_INDEX
 from fourfold.convert.stored import Stored, blocks_from_heads, transposed
 from fourfold.model import count_parameters
 from fourfold.tokenizer import END_OF_TEXT, Tokenizer
@@ -43,7 +42,10 @@ def write_huggingface(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     heads = model.shape.num_attention_heads
-    weights = {_foreign_name(name): _turned(name, s, heads) for name, s in model.stored.items()}
+    weights = {
+        their_name("huggingface", name): _turned(name, source, heads)
+        for name, source in model.stored.items()
+    }
     _write_shards(directory, weights, shard_bytes)
     end = tokenizer.eos_id if tokenizer else None
     ends = {"bos_token_id": end, "eos_token_id": end}
@@ -54,18 +56,11 @@ def write_huggingface(
     (directory / "README.md").write_text(_card(model, tokenizer))
 
 
-def _foreign_name(ours: str) -> str:
-    if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", ours):
-        return f"transformer.h.{match[1]}.{FOREIGN_PARTS[match[2]]}.{match[3]}"
-    whole = {"embeddings.word": "wte", "embeddings.position": "wpe", "norm": "ln_f"}
-    part, _, kind = ours.rpartition(".")
-    return f"transformer.{whole[part]}.{kind}"
-
-
 def _turned(ours: str, source: Stored, heads: int) -> Stored:
-    if ".attn.qkv." in ours:
+    row = ROWS[ours]
+    if row.rows_by_head:
         source = blocks_from_heads(source, heads)
-    return transposed(source) if ours.startswith("layers.") and len(source.shape) == 2 else source
+    return transposed(source) if row.is_matrix else source
 
 
 def _write_shards(directory: Path, weights: dict[str, Stored], shard_bytes: int) -> None:

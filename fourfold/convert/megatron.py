@@ -24,7 +24,15 @@ from typing import Any
 from fourfold.checkpoint.bounded import read_bounded
 from fourfold.convert.distributed_files import METADATA, DistributedFiles
 from fourfold.convert.files import find_tokenizer
-from fourfold.convert.foreign import ForeignModel, assemble, check_tied, count_of
+from fourfold.convert.foreign import (
+    ROWS,
+    ForeignModel,
+    assemble,
+    check_tied,
+    count_of,
+    our_names,
+    split_number,
+)
 from fourfold.convert.pickles import Record
 from fourfold.convert.stored import Stored, heads_from_blocks, heads_from_triples, joined
 from fourfold.convert.torch_files import Namespace, read_torch_file
@@ -38,53 +46,26 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 MAX_DEPTH = 8
 MAX_NAMES = 100_000
 
-_PARTS = {
-    "input_layernorm": "norm1",
-    "input_norm": "norm1",
-    "attention.query_key_value": "attn.qkv",
-    "self_attention.query_key_value": "attn.qkv",
-    "self_attention.linear_qkv": "attn.qkv",
-    "attention.dense": "attn.out",
-    "self_attention.dense": "attn.out",
-    "self_attention.linear_proj": "attn.out",
-    "post_attention_layernorm": "norm2",
-    "post_attention_norm": "norm2",
-    "pre_mlp_layernorm": "norm2",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
-    "mlp.linear_fc2": "mlp.down",
-}
-# Transformer Engine puts a norm into the linear layer behind it.
-_MERGED_NORMS = {"self_attention.linear_qkv": "norm1", "mlp.linear_fc1": "norm2"}
-_WHOLE_NAMES = {
-    "embedding.word_embeddings.weight": "embeddings.word.weight",
-    "embedding.position_embeddings.weight": "embeddings.position.weight",
-    "word_embeddings_for_head.weight": "head",
-    "output_layer.weight": "head",
-}
-_LAYER = re.compile(
-    r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.([a-z0-9_.]+?)\."
-    r"(layer_norm_)?(weight|bias)"
-)
-_FINAL = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)")
 OUR_LAYER = re.compile(r"layers\.(\d+)\.")
-_WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*(?:language_model\.)?")
 _STACKED = re.compile(r"(?:model\.)?(?:module\.)*(?:encoder|decoder)\.layers\.(?!\d)")
 _NO_WEIGHTS = re.compile(
     r"optimizer|chained_|opt_param_scheduler|rng_state|rerun_state|.*_extra_state"
 )
+_WRAPPERS = re.compile(r"^(?:model\.)?(?:module\.)*(?:language_model\.)?")
+_ROOTS = re.compile(r"^(?:transformer|encoder|decoder)\.")
+_OLD_ATTENTION = re.compile(r"^(layers\.[^.]+\.)attention\.")
+_OLD_NORM = re.compile(r"(?<=input)_norm\.|(?<=post_attention)_norm\.|(?<=final)_norm\.")
 
-# The axis along which tensor ranks hold pieces; all else is the same on every rank.
-PIECES = {
-    "attn.qkv.weight": 0,
-    "attn.qkv.bias": 0,
-    "attn.out.weight": 1,
-    "mlp.up.weight": 0,
-    "mlp.up.bias": 0,
-    "mlp.down.weight": 1,
-    "embeddings.word.weight": 0,
-    "head": 0,
+
+def _normal(name: str) -> str:
+    """A name without what versions of Megatron spell in different ways."""
+    plain = _ROOTS.sub("", _WRAPPERS.sub("", name))
+    return _OLD_NORM.sub("_layernorm.", _OLD_ATTENTION.sub(r"\1self_attention.", plain))
+
+
+_HEADS = ("word_embeddings_for_head.weight", "output_layer.weight")
+_OURS = {
+    _normal(theirs): ours for theirs, ours in our_names("core", "core_local", "classic").items()
 }
 
 # Arguments of a model that ours is not: key, the values that are ours, what it means.
@@ -298,19 +279,20 @@ def _flatten(value: Any, prefix: str, depth: int, flat: dict[str, Stored]) -> No
 
 
 def _our_name(name: str, offset: int) -> str:
-    plain = _WRAPPERS.sub("", name)
-    if match := _LAYER.fullmatch(plain):
-        part = (_MERGED_NORMS if match[3] else _PARTS).get(match[2])
-        return f"layers.{int(match[1]) + offset}.{part}.{match[4]}" if part else name
-    if match := _FINAL.fullmatch(plain):
-        return f"norm.{match[1]}"
-    return _WHOLE_NAMES.get(plain, name)
+    """Our name, or the name itself where it means nothing here."""
+    plain = _normal(name)
+    if plain in _HEADS:
+        return "head"
+    pattern, number = split_number(plain)
+    ours = _OURS.get(pattern)
+    return name if ours is None else ROWS[ours].of_layer(number + offset)
 
 
 def _in_our_order(piece: dict[str, Stored], name: str, version: Any, heads: int) -> Stored:
     if name not in piece:
         raise CheckpointError(f"{name} is not in the file of every tensor rank")
-    if ".attn.qkv." not in name or (isinstance(version, int | float) and version >= 2):
+    by_head = name in ROWS and ROWS[name].rows_by_head
+    if not by_head or (isinstance(version, int | float) and version >= 2):
         return piece[name]
     if version not in (0, 1):
         raise CheckpointError("checkpoint_version is none that Megatron wrote: 0, 1.0, 2.0, 3.0")
@@ -318,5 +300,12 @@ def _in_our_order(piece: dict[str, Stored], name: str, version: Any, heads: int)
 
 
 def _merged(name: str, pieces: list[Stored]) -> Stored:
-    axis = PIECES.get(re.sub(r"^layers\.\d+\.", "", name))
+    axis = split_dim(name)
     return pieces[0] if axis is None else joined(pieces, axis)
+
+
+def split_dim(name: str) -> int | None:
+    """The axis along which tensor ranks hold pieces, ours; all else is the same on every rank."""
+    if name in ROWS:
+        return ROWS[name].split_dim
+    return 0 if name == "head" else None

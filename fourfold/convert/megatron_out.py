@@ -28,36 +28,16 @@ import torch
 from torch import Tensor
 
 from fourfold.convert.files import write_pair
-from fourfold.convert.foreign import ForeignModel
-from fourfold.convert.megatron import FILES, OPTIONS, PIECES, TRACKER
+from fourfold.convert.foreign import ROWS, ForeignModel, split_number, their_name
+from fourfold.convert.megatron import FILES, OPTIONS, TRACKER
 from fourfold.convert.scratch import disk_tensor
 from fourfold.errors import CheckpointError
 from fourfold.tokenizer import Tokenizer
 
 Names = Literal["core", "core-local", "classic"]
 
-_CORE = {
-    "norm1": "self_attention.linear_qkv.layer_norm_",
-    "attn.qkv": "self_attention.linear_qkv.",
-    "attn.out": "self_attention.linear_proj.",
-    "norm2": "mlp.linear_fc1.layer_norm_",
-    "mlp.up": "mlp.linear_fc1.",
-    "mlp.down": "mlp.linear_fc2.",
-}
-_PARTS: dict[Names, dict[str, str]] = {
-    "core": _CORE,
-    "core-local": {**_CORE, "norm1": "input_layernorm.", "norm2": "pre_mlp_layernorm."},
-    "classic": {
-        "norm1": "input_layernorm.",
-        "attn.qkv": "self_attention.query_key_value.",
-        "attn.out": "self_attention.dense.",
-        "norm2": "post_attention_layernorm.",
-        "mlp.up": "mlp.dense_h_to_4h.",
-        "mlp.down": "mlp.dense_4h_to_h.",
-    },
-}
-_WORD = "embeddings.word.weight"
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+# The column of the table of parameters that has each naming.
+_COLUMNS: dict[Names, str] = {"core": "core", "core-local": "core_local", "classic": "classic"}
 
 
 @dataclass(frozen=True)
@@ -145,9 +125,9 @@ def _write_stage(
     ranks: list[dict[str, Tensor]] = [{} for _ in range(layout.tp)]
     for ours, theirs in _held(model, layout, stage):
         tensor = model.stored[ours].read()
-        if ours == _WORD and rows > len(tensor):
+        if ROWS[ours].tied_to_head and rows > len(tensor):
             tensor = torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), -1)])
-        axis = PIECES.get(re.sub(r"^layers\.\d+\.", "", ours))
+        axis = ROWS[ours].split_dim
         pieces = [tensor] * layout.tp if axis is None else tensor.chunk(layout.tp, axis)
         for held, piece in zip(ranks, pieces):
             held[theirs] = disk_tensor(directory, tuple(piece.shape), piece.dtype).copy_(piece)
@@ -167,26 +147,20 @@ def _write_stage(
 
 def _held(model: ForeignModel, layout: MegatronLayout, stage: int) -> list[tuple[str, str]]:
     """Our name and theirs for every tensor of a stage, whose layers are counted from 0."""
-    classic = layout.names == "classic"
+    column = _COLUMNS[layout.names]
     per_stage = model.shape.num_layers // layout.pp
     first, last = stage == 0, stage == layout.pp - 1
     held = []
     for ours in model.stored:
-        kind = ours.rpartition(".")[2]
-        if match := _LAYER.fullmatch(ours):
-            number = int(match[1])
-            if number // per_stage == stage:
-                part = _PARTS[layout.names][match[2]]
-                root = "language_model.encoder" if classic else "decoder"
-                held.append((ours, f"{root}.layers.{number % per_stage}.{part}{match[3]}"))
-        elif ours.startswith("norm.") and last:
-            root = "language_model.encoder" if classic else "decoder"
-            held.append((ours, f"{root}.final_layernorm.{kind}"))
-        elif ours.startswith("embeddings.") and first:
-            root = "language_model.embedding" if classic else "embedding"
-            held.append((ours, f"{root}.{ours.split('.')[1]}_embeddings.{kind}"))
+        row, number = ROWS[ours], split_number(ours)[1]
+        if row.in_every_layer and number // per_stage == stage:
+            held.append((ours, their_name(column, row.of_layer(number % per_stage))))
+        elif (row.end == "first" and first) or (row.end == "last" and last):
+            held.append((ours, their_name(column, ours)))
     if last and not first:  # the head is tied to the embedding, which is on another rank
-        held.append((_WORD, f"{'word_embeddings_for_head' if classic else 'output_layer'}.weight"))
+        assert ROWS.tied is not None
+        head = "word_embeddings_for_head" if column == "classic" else "output_layer"
+        held.append((ROWS.tied, f"{head}.weight"))
     return held
 
 

@@ -15,9 +15,7 @@ from fourfold.config import Config
 from fourfold.mesh import fake_mesh
 from fourfold.model import GPT, ModelShape
 from fourfold.model.activations import activation_bytes
-from fourfold.model.names import is_norm
 from fourfold.parallel import Runner, layout_of, parallelize
-from fourfold.parallel.pieces import local
 from fourfold.parallel.stages import count_stages
 
 
@@ -43,8 +41,8 @@ class Share:
 
 def own_share(config: Config, runner: Runner) -> Share:
     mesh, layout = runner.mesh, runner.mesh.layout
-    held = runner.held.values()
-    elements = sum(local(one.parameter).numel() for one in held)
+    shards = runner.shards.values()
+    elements = sum(shard.local.numel() for shard in shards)
     # What a step computes with: gathered over the sharding ranks, all of it or a layer at a time.
     gathered = sum(_compute_bytes(name, p, runner) for name, p in runner.parameters.items())
     widest = max(_layer_bytes(part, runner) for part in runner.parts)
@@ -64,7 +62,7 @@ def own_share(config: Config, runner: Runner) -> Share:
         first_layer=min(numbers),
         layers=len(numbers),
         parameters=elements,
-        counted=sum(local(one.parameter).numel() for one in held if one.counts),
+        counted=sum(shard.local.numel() for shard in shards if shard.owns_norm),
         weight_bytes=weights,
         master_bytes=itemsize if separate else 0,
         gradient_bytes=gradients,
@@ -75,15 +73,14 @@ def own_share(config: Config, runner: Runner) -> Share:
 
 def _compute_bytes(name: str, parameter: torch.Tensor, runner: Runner) -> int:
     """Of the whole tensor a step computes with; a DTensor's size is that of all its shards."""
-    low = runner.precision.level == "O2" and not is_norm(name)
-    return parameter.numel() * (runner.precision.dtype.itemsize if low else 4)
+    return parameter.numel() * runner.precision.weight_dtype(runner.table, name).itemsize
 
 
 def _layer_bytes(part: GPT, runner: Runner) -> int:
     """Of its widest layer."""
     return max(
-        sum(_compute_bytes(name, p, runner) for name, p in layer.named_parameters())
-        for layer in part.layers.values()
+        sum(_compute_bytes(n, p, runner) for n, p in layer.named_parameters(f"layers.{number}"))
+        for number, layer in part.layers.items()
     )
 
 

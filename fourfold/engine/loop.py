@@ -6,7 +6,7 @@ import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fourfold import heartbeat
 from fourfold.checkpoint import Crew
@@ -23,7 +23,7 @@ from fourfold.errors import DataError
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
-from fourfold.parallel import layout_of, parallelize
+from fourfold.parallel import Runner, layout_of, parallelize
 from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.precision import (
     slow_attention_notice,
@@ -60,7 +60,7 @@ class Engine:
         )
         self.claim = self.mesh.together(self._claim)
         self.runner = parallelize(config, self.mesh, self.device)
-        self.optimizer = build_optimizer(config, self.runner.masters)
+        self.optimizer = build_optimizer(config, self.runner)
         self.schedule = build_schedule(config)
         self.loss_scale = (
             LossScale(config.Engine.mix_precision.scale_loss)
@@ -271,11 +271,12 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def build_optimizer(config: Config, masters: dict[str, Any]) -> Optimizer:
+def build_optimizer(config: Config, runner: Runner) -> Optimizer:
     """The configured optimizer over the fp32 weights of this rank."""
     section = config.Optimizer
     return Optimizer(
-        masters,
+        runner.masters,
+        decayed={k for k, one in runner.shards.items() if runner.table[one.name].weight_decay},
         weight_decay=section.weight_decay,
         betas=(section.adam_beta1, section.adam_beta2),
         epsilon=section.adam_epsilon,

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fourfold import __version__, checkpoint, heartbeat
 from fourfold.checkpoint import PendingSave
 from fourfold.config import Config
 from fourfold.data.agreement import check_checkpoint_tokenizer
-from fourfold.engine import holdings
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
-from fourfold.optim import LossScale
+from fourfold.optim import LossScale, Optimizer
+from fourfold.parallel import Runner
 from fourfold.parallel.drift import check_replicas
+from fourfold.shards import Shard
 from fourfold.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -140,7 +143,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
 
 
 def _save_once(run: Engine, in_background: bool) -> None:
-    tensors = holdings.to_write(run.runner, run.optimizer)
+    tensors = tensors_to_save(run.runner, run.optimizer)
     keep_last = run.config.Engine.save_load.keep_last
     given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.crew)
     if in_background:
@@ -189,7 +192,7 @@ def check_room(run: Engine) -> None:
 
     All ranks write to one file system, so it is the sum of their parts that must fit.
     """
-    (written,) = run.mesh.total(holdings.bytes_to_write(run.runner, run.optimizer))
+    (written,) = run.mesh.total(bytes_to_save(run.runner, run.optimizer))
     problem = None
     if run.mesh.rank == 0:
         # What cannot be asked now is told by the first save.
@@ -251,7 +254,7 @@ def resume(run: Engine) -> None:
     if not where:
         return
     path = _take_weights(run, where) if kind == "weights" else _go_on(run, where)
-    holdings.settle(run.runner, run.optimizer)
+    sync_tied_copy(run.runner, run.optimizer)
     check_replicas(run.runner, f"after loading {path}")
 
 
@@ -266,7 +269,7 @@ def _decide(run: Engine) -> str:
 
 
 def _go_on(run: Engine, where: str) -> Path:
-    tensors = holdings.to_fill(run.runner, run.optimizer)
+    tensors = tensors_to_load(run.runner, run.optimizer)
     hashes = run.config.Engine.save_load.verify_hashes
     path, state = checkpoint.resume(where, tensors, run.notices.append, "", run.crew, hashes)
     consumed = run.pace.consumed(int(state["step"]))
@@ -289,7 +292,7 @@ def _go_on(run: Engine, where: str) -> Path:
 
 def _take_weights(run: Engine, where: str) -> Path:
     """Step 0 with the weights of a converted checkpoint; moments and data begin anew."""
-    tensors = holdings.to_fill(run.runner, run.optimizer)
+    tensors = tensors_to_load(run.runner, run.optimizer)
     weights = {name: piece for name, piece in tensors.items() if name.startswith("model.")}
     hashes = run.config.Engine.save_load.verify_hashes
     path, state = checkpoint.resume(where, weights, run.notices.append, "model.", run.crew, hashes)
@@ -326,3 +329,41 @@ def _holds_weights_only(where: Path) -> bool:
         except CheckpointError:
             continue  # named to the user when the next one is resumed
     return False
+
+
+# -- the tensors of a run, as this rank holds them ------------------------------------------------
+
+
+def tensors_to_save(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
+    """What this rank saves: every shard is saved by one of the ranks that hold it."""
+    return {name: shard for _, name, shard in _shards(runner, optimizer) if shard.owns_save}
+
+
+def bytes_to_save(runner: Runner, optimizer: Optimizer) -> int:
+    """How much of a checkpoint is this rank's part."""
+    return sum(shard.local.nbytes for shard in tensors_to_save(runner, optimizer).values())
+
+
+def tensors_to_load(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
+    """What this rank wants filled."""
+    keys = runner.to_fill().keys()
+    return {name: shard for key, name, shard in _shards(runner, optimizer) if key in keys}
+
+
+@torch.no_grad()
+def sync_tied_copy(runner: Runner, optimizer: Optimizer) -> None:
+    """After a load: bring what was not filled in line with what was."""
+    moments = optimizer.named_moments()
+    for copy, original in runner.copies_here.items():
+        for moment in optimizer.MOMENTS:
+            moments[f"{copy}.{moment}"].copy_(moments[f"{original}.{moment}"])
+    runner.settle()
+
+
+def _shards(runner: Runner, optimizer: Optimizer) -> Iterator[tuple[str, str, Shard]]:
+    """Everything of the run that is a tensor: the key it is held under, its name, and it."""
+    moments = optimizer.named_moments()
+    for key, shard in runner.shards.items():
+        yield key, f"model.{shard.name}", shard
+        for moment in optimizer.MOMENTS:
+            yield key, f"optim.{shard.name}.{moment}", shard.of(moments[f"{key}.{moment}"])

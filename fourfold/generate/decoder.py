@@ -56,7 +56,8 @@ class Decoder:
     def __init__(self, model: GPT, weights: Format = "float32") -> None:
         self.model = model.eval().requires_grad_(False)
         self.head = set_format(model, weights)
-        self._begin([model], model.embeddings.position.weight, model.shape.num_attention_heads)
+        like = next(model.norm.parameters())
+        self._begin([model], like, model.shape.num_attention_heads)
 
     def _begin(self, parts: Sequence[GPT], like: Tensor, heads: int) -> None:
         """Without rows yet; caches will be of `like`'s type and device, for `heads` heads."""

@@ -19,7 +19,7 @@ from fourfold.data.report import find_tokenizer
 from fourfold.data.serving import parts_of
 from fourfold.errors import DataError, UserError
 from fourfold.mesh import select_device
-from fourfold.model import GPT, ModelShape
+from fourfold.model import GPT, ModelShape, network_of
 from fourfold.tokenizer import GPT2, Tokenizer
 
 Notice = Callable[[str], None]
@@ -120,7 +120,7 @@ def open_foreign(config: Config, where: Path) -> ForeignModel:
 
 def _empty(shape: ModelShape, device: torch.device) -> GPT:
     with torch.device("meta"):
-        model = GPT(shape)
+        model = network_of(shape)(shape)
     return model.to_empty(device=device).eval().requires_grad_(False)
 
 

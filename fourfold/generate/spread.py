@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Piece
+from fourfold.checkpoint import Crew
 from fourfold.config import Config
 from fourfold.errors import UserError
 from fourfold.generate.decoder import Decoder
@@ -32,7 +32,6 @@ from fourfold.generate.loading import (
 from fourfold.mesh import Mesh, select_device
 from fourfold.model.gpt import Attend
 from fourfold.parallel import Runner, parallelize
-from fourfold.parallel.pieces import local
 from fourfold.tokenizer import Tokenizer
 
 
@@ -85,13 +84,10 @@ def _load_own(
     tokenizer = tokenizer_of_run(config, on_notice)
     assert tokenizer is not None
     runner = _build(config, mesh)
-    pieces = {
-        f"model.{held.name}": Piece(local(held.parameter.data), held.shape, held.offsets)
-        for held in runner.to_fill().values()
-    }
+    shards = {f"model.{shard.name}": shard for shard in runner.to_fill().values()}
     crew = Crew.of(mesh, config.Distributed.timeout_seconds)
     path, state = checkpoint.resume(
-        where, pieces, on_notice, "model.", crew, config.Engine.save_load.verify_hashes
+        where, shards, on_notice, "model.", crew, config.Engine.save_load.verify_hashes
     )
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
     runner.settle()
@@ -111,12 +107,10 @@ def _load_foreign(
         for name in model_sizes():
             setattr(config.Model, name, getattr(foreign.shape, name))
         runner = _build(config, mesh)
-        wanted = {held.name: held for held in runner.to_fill().values()}
+        wanted = {shard.name: shard for shard in runner.to_fill().values()}
         for name, tensor in foreign.tensors():
-            if held := wanted.get(name):
-                own = local(held.parameter.data)
-                box = [slice(start, start + size) for start, size in zip(held.offsets, own.shape)]
-                own.copy_(tensor[tuple(box)])
+            if shard := wanted.get(name):
+                shard.copy_from(tensor)
     runner.settle()
     return runner, tokenizer, where
 

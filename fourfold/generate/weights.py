@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.errors import UserError
-from fourfold.model.gpt import GPT, Embedding, LayerNorm, Linear
+from fourfold.model.gpt import GPT, Embedding, Linear
 
 Format = Literal["float32", "bfloat16", "float16", "int8"]
 FORMATS = get_args(Format)
@@ -50,7 +50,8 @@ def set_format(model: GPT, weights: Format) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Linear):
-                setattr(parent, name, kind(child.weight.data, child.bias.data))
+                bias = None if child.bias is None else child.bias.data
+                setattr(parent, name, kind(child.weight.data, bias))
     table = model.embeddings.word.weight.data
     rows, width = table.shape
     model.embeddings.word = HalfEmbedding(rows, width, _weight=table.half(), _freeze=True)
@@ -68,10 +69,9 @@ def _cast(model: GPT, weights: Format, device: torch.device) -> nn.Module:
             f"Inference.weights=int8 runs on a CPU only and the model is on {device}; choose "
             "bfloat16 or float16"
         )
-    for module in model.modules():
-        if not isinstance(module, LayerNorm):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(getattr(torch, weights))
+    for name, parameter in model.named_parameters():
+        if not model.table[name].stays_fp32:
+            parameter.data = parameter.data.to(getattr(torch, weights))
     return TiedHead(model.embeddings.word)
 
 

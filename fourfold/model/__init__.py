@@ -1,7 +1,35 @@
-"""The GPT itself: single-device code that knows nothing of distribution."""
+"""The network itself: single-device code that knows nothing of distribution."""
 
-from fourfold.model.flops import count_parameters, flops_per_token
-from fourfold.model.gpt import GPT, ModelShape
+from fourfold.model.flops import flops_per_token
+from fourfold.model.gpt import GPT
 from fourfold.model.init import initialize
+from fourfold.model.params import ModelShape, ParamTable
 
-__all__ = ["GPT", "ModelShape", "count_parameters", "flops_per_token", "initialize"]
+__all__ = [
+    "GPT",
+    "ModelShape",
+    "ParamTable",
+    "count_parameters",
+    "flops_per_token",
+    "initialize",
+    "network_of",
+    "table_of",
+]
+
+# The networks there are, by name. Each has a table of its parameters.
+NETWORKS: dict[str, type[GPT]] = {"GPT": GPT}
+
+
+def network_of(shape: ModelShape) -> type[GPT]:
+    """What such a shape is the shape of: a class that builds the network or a part of it."""
+    return NETWORKS[shape.network]
+
+
+def table_of(shape: ModelShape) -> ParamTable:
+    """Every parameter of such a network."""
+    return network_of(shape).parameter_table(shape)
+
+
+def count_parameters(shape: ModelShape) -> int:
+    """Exact number of parameters; a head that is tied to the word embedding counts once."""
+    return table_of(shape).count()

@@ -12,7 +12,7 @@ probabilities (heads x positions) are kept as well, about three times over.
 from __future__ import annotations
 
 from fourfold.model.flops import Recompute
-from fourfold.model.gpt import ModelShape
+from fourfold.model.params import ModelShape
 
 
 def layer_bytes(

@@ -1,4 +1,4 @@
-"""Parameter counts and FLOPs: the one place they are defined.
+"""FLOPs: the one place they are defined.
 
 Convention: a multiply-add is two FLOPs; only matrix products count (linear layers, head, the two
 products of attention); the backward pass costs twice the forward one. *Model* FLOPs leave out
@@ -10,19 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from fourfold.model.gpt import ModelShape
+from fourfold.model.params import ModelShape
 
 Recompute = Literal["full", "full_attn", "core_attn"]
-
-
-def count_parameters(shape: ModelShape) -> int:
-    """Exact number of parameters; the head is tied to the word embedding and counted once."""
-    h, ffn = shape.hidden_size, shape.ffn_hidden_size
-    attention = 4 * h * h + 4 * h  # qkv and out, with biases
-    mlp = 2 * h * ffn + ffn + h
-    norms = 4 * h
-    embeddings = (shape.vocab_size + shape.max_position_embeddings) * h
-    return shape.num_layers * (attention + mlp + norms) + embeddings + 2 * h
 
 
 class ForwardFlops(NamedTuple):

@@ -10,58 +10,31 @@ Letters in shape comments: B batch, T positions, D hidden, H heads, K head size,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.model.loss import Vocabulary, compute_dtype, head_cross_entropy
+from fourfold.model.params import ModelShape, ParamTable, gpt_parameters
 from fourfold.model.seeds import mix_seed
 
 # Queries, keys and values (B, H, T, K) of new tokens -> what they attend to (B, H, T, K).
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What decides the network and its parameters; names are those of the `Model` section."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    max_position_embeddings: int
-    hidden_dropout_prob: float = 0.0
-    attention_probs_dropout_prob: float = 0.0
-    initializer_range: float = 0.02
-    depth_scaled_init: bool = False
-    fused_linear: bool = True
-    loss_chunk_tokens: int = 1024
-
-    @classmethod
-    def of(cls, section: object) -> ModelShape:
-        """The shape a resolved `Model` section describes."""
-        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-
 class Linear(nn.Linear):
     """A linear layer whose bias joins the matrix product (`fused`) or is added after it."""
 
-    def __init__(self, in_features: int, out_features: int, fused: bool) -> None:
-        super().__init__(in_features, out_features)
+    def __init__(self, in_features: int, out_features: int, fused: bool, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.fused = fused
 
     def reset_parameters(self) -> None:
         """Nothing: weights come from init.py or a checkpoint, never from torch's defaults."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused:
+        if self.fused or self.bias is None:
             return F.linear(x, self.weight, self.bias)
         y = F.linear(x, self.weight)
         return y + self.bias.to(y.dtype)  # autocast's type, as the fused product gives
@@ -160,12 +133,15 @@ class Embeddings(nn.Module):
     def __init__(self, shape: ModelShape, with_positions: bool = True) -> None:
         super().__init__()
         self.word = Embedding(shape.vocab_size, shape.hidden_size)
+        self.position = None
         if with_positions:
             self.position = Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.dropout = shape.hidden_dropout_prob
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.word(tokens) + self.position(positions)  # (B, T, D)
+        x = self.word(tokens)  # (B, T, D)
+        if self.position is not None:
+            x = x + self.position(positions)
         return F.dropout(x, self.dropout, self.training)
 
 
@@ -182,12 +158,17 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Head(nn.Module):
-    """The last step: logits, or the loss straight from the hidden states. The weight is given."""
+    """The last step: logits, or the loss straight from the hidden states.
 
-    def __init__(self, shape: ModelShape) -> None:
+    The weight is given: that of the word embedding, or the head's own where it is not tied.
+    """
+
+    def __init__(self, shape: ModelShape, owns_weight: bool = False) -> None:
         super().__init__()
         self.chunk_tokens = shape.loss_chunk_tokens
         self.vocabulary = Vocabulary()
+        if owns_weight:
+            self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
 
     def forward(
         self,
@@ -213,24 +194,42 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. Layers are keyed by their number, so names survive a cut into parts."""
+    """The model. Layers are keyed by their number, so names survive a cut into parts.
+
+    Another network of this kind is a subclass with a table and a block of its own.
+    """
+
+    parameter_table: Callable[[ModelShape], ParamTable] = staticmethod(gpt_parameters)
+    block: Callable[[ModelShape], nn.Module] = Block
+    final_norm: Callable[[ModelShape], nn.Module] = staticmethod(
+        lambda shape: LayerNorm(shape.hidden_size, eps=1e-5)
+    )
 
     def __init__(self, shape: ModelShape, layers: range | None = None) -> None:
         """With `layers` a part of the network: just these, and the embeddings and the head where
-        they are next to them. The part that ends the network has the word embedding as its head.
+        they are next to them. The part that ends the network has the word embedding as its head,
+        unless the head has a weight of its own.
         """
         super().__init__()
         self.shape = shape
+        self.table = type(self).parameter_table(shape)
         layers = range(shape.num_layers) if layers is None else layers
         self.is_first = layers.start == 0
         self.is_last = layers.stop == shape.num_layers
-        if self.is_first or self.is_last:
-            self.embeddings = Embeddings(shape, with_positions=self.is_first)
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in layers})
+        is_tied = self.table.tied is not None
+        if self.is_first or (self.is_last and is_tied):
+            has_positions = "embeddings.position.weight" in self.table
+            self.embeddings = Embeddings(shape, self.is_first and has_positions)
+        self.layers = nn.ModuleDict({str(i): type(self).block(shape) for i in layers})
         if self.is_last:
-            self.norm = LayerNorm(shape.hidden_size, eps=1e-5)
-        self.head = Head(shape)
+            self.norm = type(self).final_norm(shape)
+        self.head = Head(shape, owns_weight=self.is_last and not is_tied)
         self.has_dropout = shape.hidden_dropout_prob > 0 or shape.attention_probs_dropout_prob > 0
+
+    @property
+    def head_weight(self) -> Tensor:
+        """What the head multiplies with, where the network ends."""
+        return self.embeddings.word.weight if self.table.tied is not None else self.head.weight
 
     def forward(
         self,
@@ -262,7 +261,7 @@ class GPT(nn.Module):
             return x
         if ends is not None:
             x = x[torch.arange(x.shape[0], device=x.device), ends]
-        return self.head(self.norm(x), self.embeddings.word.weight, labels, loss_mask, loss_scale)
+        return self.head(self.norm(x), self.head_weight, labels, loss_mask, loss_scale)
 
     def hidden(
         self,

@@ -9,97 +9,79 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fourfold import heartbeat
-from fourfold.model.gpt import GPT, ModelShape
-from fourfold.model.names import is_bias, is_norm
+from fourfold.model.gpt import GPT
+from fourfold.model.params import Param, ParamTable
 from fourfold.model.seeds import mix_seed
+from fourfold.shards import Shard
 
 ROWS_PER_BLOCK = 256
 
 
 def initialize(model: GPT, seed: int) -> None:
-    """Fill every parameter in place: normal matrices, zero biases, unit LayerNorm weights."""
-    whole = {
-        name: (parameter, (0,) * parameter.dim()) for name, parameter in model.named_parameters()
-    }
-    initialize_rectangles(model.shape, whole, seed)
+    """Fill every parameter in place: normal matrices, zero biases, unit norm weights."""
+    whole = {name: Shard.whole(parameter.data) for name, parameter in model.named_parameters()}
+    initialize_shards(model.table, whole, seed)
 
 
-def initialize_rectangles(
-    shape: ModelShape, rectangles: Mapping[str, tuple[Tensor, tuple[int, ...]]], seed: int
-) -> None:
-    """The same for parts of parameters: by name, a tensor and where it begins in the whole."""
-    whole = whole_shapes(shape)
-    blocks: list[tuple[str, int, int, Tensor, int]] = []
+def initialize_shards(table: ParamTable, shards: Mapping[str, Shard], seed: int) -> None:
+    """The same for shards of parameters, by the name of the whole."""
+    blocks: list[RowBlock] = []
     with torch.no_grad():
-        for name, (tensor, offsets) in rectangles.items():
-            if is_bias(name):
-                tensor.zero_()
-            elif is_norm(name):
-                tensor.fill_(1.0)
+        for name, shard in shards.items():
+            row = table[name]
+            if row.init == "normal":
+                blocks += _blocks(name, row, shard)
             else:
-                blocks += _blocks(name, whole[name], tensor, offsets)
+                shard.local.fill_(0.0 if row.init == "zeros" else 1.0)
         # Each block is independent and torch draws outside the interpreter lock.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for _ in pool.map(lambda block: _fill(shape, seed, whole, *block), blocks):
+            for _ in pool.map(lambda block: block.fill(seed), blocks):
                 heartbeat.alive()
 
 
-@cache
-def whole_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of the whole model, by name."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of a shard that are drawn by one generator."""
+
+    name: str
+    row: Param
+    start: int  # of the rows of the whole that the generator draws
+    skip: int  # how many of them are another rank's
+    rows: Tensor
+    column: int  # where in the whole they begin
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        drawn = draw_block(self.name, self.row, self.start, seed=seed)
+        size, width = self.rows.shape
+        columns = slice(self.column, self.column + width)
+        self.rows.copy_(drawn[self.skip : self.skip + size, columns])
 
 
-def _std(shape: ModelShape, name: str) -> float:
-    """FleetX draws all matrices alike; GPT-2's depth scaling of residual outputs is optional."""
-    std = shape.initializer_range
-    if shape.depth_scaled_init and name.endswith(("attn.out.weight", "mlp.down.weight")):
-        return std / (2 * shape.num_layers) ** 0.5
-    return std
-
-
-def _blocks(
-    name: str, whole: tuple[int, ...], tensor: Tensor, offsets: tuple[int, ...]
-) -> Iterator[tuple[str, int, int, Tensor, int]]:
-    """The rows of `tensor` block by block: the block's first row, where in it to begin, rows of
-    the tensor, and their first column."""
-    stop = offsets[0] + tensor.shape[0]
-    for start in range(offsets[0] // ROWS_PER_BLOCK * ROWS_PER_BLOCK, stop, ROWS_PER_BLOCK):
-        first = max(start, offsets[0])
+def _blocks(name: str, row: Param, shard: Shard) -> Iterator[RowBlock]:
+    first_row, first_column = shard.offsets
+    stop = first_row + shard.local.shape[0]
+    for start in range(first_row // ROWS_PER_BLOCK * ROWS_PER_BLOCK, stop, ROWS_PER_BLOCK):
+        first = max(start, first_row)
         last = min(start + ROWS_PER_BLOCK, stop)
-        rows = tensor[first - offsets[0] : last - offsets[0]]
-        yield name, start, first - start, rows, offsets[1]
+        rows = shard.local[first - first_row : last - first_row]
+        yield RowBlock(name, row, start, first - start, rows, first_column)
 
 
-@torch.no_grad()
-def _fill(
-    shape: ModelShape,
-    seed: int,
-    whole: dict[str, tuple[int, ...]],
-    name: str,
-    start: int,
-    skip: int,
-    rows: Tensor,
-    column: int,
-) -> None:
-    drawn = draw_block(whole[name], name, start, _std(shape, name), seed=seed)
-    rows.copy_(drawn[skip : skip + rows.shape[0], column : column + rows.shape[1]])
-
-
-def draw_block(whole: tuple[int, ...], name: str, start: int, std: float, *, seed: int) -> Tensor:
+def draw_block(name: str, row: Param, start: int, *, seed: int) -> Tensor:
     """The block of rows of the parameter `name` that begins at row `start`, all columns of it."""
+    rows, columns = row.shape
     # Always an fp32 draw on the CPU: the numbers must not depend on the device.
     with torch.no_grad():
         generator = torch.Generator().manual_seed(mix_seed(seed, name, start))
-        drawn = torch.empty((min(ROWS_PER_BLOCK, whole[0] - start), whole[1]), dtype=torch.float32)
-        return drawn.normal_(0.0, std, generator=generator)
+        drawn = torch.empty((min(ROWS_PER_BLOCK, rows - start), columns), dtype=torch.float32)
+        return drawn.normal_(0.0, row.init_std, generator=generator)
 
 
 def untrained_loss(vocab_size: int, hidden_size: int, initializer_range: float) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from fourfold.config import Config
 from fourfold.mesh import Layout, Mesh
-from fourfold.model import GPT, ModelShape
+from fourfold.model import GPT, ModelShape, network_of
 from fourfold.parallel.graph import compile_layers
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.recompute import apply_recompute
@@ -21,7 +21,7 @@ from fourfold.parallel.runner import Runner
 from fourfold.parallel.stages import stages_here
 
 if TYPE_CHECKING:
-    from fourfold.parallel.shard import Sharding
+    from fourfold.parallel.fsdp import Sharding
 
 __all__ = ["Precision", "Runner", "assemble", "draft", "layout_of", "parallelize", "preload"]
 
@@ -61,7 +61,7 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
     precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
     sharding, home = None, device
     if layout.sharding > 1:
-        from fourfold.parallel.shard import Sharding
+        from fourfold.parallel.fsdp import Sharding
 
         offload = config.Distributed.sharding.sharding_offload
         sharding = Sharding(mesh.sharding_mesh, layout.stage, precision, offload)
@@ -69,7 +69,7 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
     parts: dict[int, GPT] = {}
     for stage, layers in stages_here(config, mesh.place["pp"]).items():
         with torch.device("meta"):
-            part = parts[stage] = GPT(shape, layers)
+            part = parts[stage] = network_of(shape)(shape, layers)
         if layout.mp > 1:
             from fourfold.parallel.tensor import apply_model_parallel
 
@@ -126,7 +126,7 @@ def preload(layout: Layout) -> None:
     if layout.sharding > 1:
         import torch._dynamo  # noqa: F401  imported by torch's sharding at its first use
 
-        import fourfold.parallel.shard
+        import fourfold.parallel.fsdp
     if layout.mp > 1:
         import fourfold.parallel.tensor
     if layout.pp > 1:

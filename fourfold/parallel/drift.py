@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fourfold.errors import RunError
-from fourfold.parallel.cuts import split_dim
-from fourfold.parallel.pieces import TIED, WORD, Held, local
+from fourfold.parallel.parameters import tied_keys
 from fourfold.parallel.runner import Runner
+from fourfold.shards import Shard
 
 
 class ReplicaDrift(RunError):
@@ -27,7 +27,7 @@ def check_replicas(runner: Runner, when: str) -> None:
     """Raise `ReplicaDrift` on every rank if any parameter differs between its holders."""
     mesh, problem = runner.mesh, None
     found = [
-        _differing(group, axis, [runner.held[key] for key in keys])
+        _differing(group, axis, [runner.shards[key] for key in keys])
         for group, axis, keys in _groups_of_holders(runner)
     ]
     for names, whom in [*found, _differing_here(runner)]:
@@ -44,38 +44,35 @@ def check_replicas(runner: Runner, when: str) -> None:
 
 def _groups_of_holders(runner: Runner) -> list[tuple[ProcessGroup | None, str, list[str]]]:
     """For each axis, the keys of what its ranks hold alike, in the same order on all of them."""
-    mesh, keys = runner.mesh, sorted(runner.held)
+    mesh, keys = runner.mesh, sorted(runner.shards)
     plain = keys if runner.sharding is None else []
-    tied = [key for key in keys if key in (WORD, TIED)]
+    tied = [key for key in tied_keys(runner.table) if key in runner.shards]
+    uncut = [k for k in keys if runner.table[runner.shards[k].name].split_dim is None]
     return [
         (mesh.group("dp"), "data-parallel", keys),
         (mesh.group("sharding"), "sharding", plain),
-        (
-            mesh.group("mp"),
-            "model-parallel",
-            [k for k in keys if split_dim(k.split("#")[0]) is None],
-        ),
+        (mesh.group("mp"), "model-parallel", uncut),
         (mesh.ends_group if len(tied) == 1 else None, "pipeline", tied),
     ]
 
 
-def _differing(group: ProcessGroup | None, axis: str, held: list[Held]) -> tuple[list[str], str]:
+def _differing(group: ProcessGroup | None, axis: str, shards: list[Shard]) -> tuple[list[str], str]:
     """Names of those that not all ranks of the group have the same bits of, and which ranks."""
-    if group is None or not held:
+    if group is None or not shards:
         return [], ""
-    own = torch.tensor([_hash(local(one.parameter.data)) for one in held])
-    all_hashes = torch.empty((group.size(), len(held)), dtype=torch.int64)
+    own = torch.tensor([_hash(shard.local) for shard in shards])
+    all_hashes = torch.empty((group.size(), len(shards)), dtype=torch.int64)
     dist.all_gather(list(all_hashes.unbind()), own, group=group)
     odd = all_hashes != all_hashes.mode(dim=0).values
-    names = [one.name for one, differs in zip(held, odd.any(dim=0).tolist()) if differs]
+    names = [one.name for one, differs in zip(shards, odd.any(dim=0).tolist()) if differs]
     return names, _whom(axis, dist.get_process_group_ranks(group), odd.any(dim=1).tolist())
 
 
 def _differing_here(runner: Runner) -> tuple[list[str], str]:
     """The same of the two copies of the embedding that one rank of a V-shaped pipeline holds."""
-    copies = [runner.held[key] for key in (WORD, TIED) if key in runner.held]
-    hashes = {_hash(local(copy.parameter.data)) for copy in copies}
-    return [WORD] if len(hashes) > 1 else [], f"the two copies on rank {runner.mesh.rank}"
+    copies = [runner.shards[key] for key in tied_keys(runner.table) if key in runner.shards]
+    differ = len({_hash(copy.local) for copy in copies}) > 1
+    return [copies[0].name] if differ else [], f"the two copies on rank {runner.mesh.rank}"
 
 
 def _whom(axis: str, ranks: list[int], odd: list[bool]) -> str:

@@ -30,8 +30,8 @@ from fourfold import heartbeat
 from fourfold.config import Config
 from fourfold.mesh import Mesh
 from fourfold.model.gpt import GPT
+from fourfold.parallel.fsdp import Sharding
 from fourfold.parallel.precision import Precision
-from fourfold.parallel.shard import Sharding
 from fourfold.parallel.stages import Work, count_stages, forward_rounds, stages_of_rank
 from fourfold.waiting import waited
 

@@ -18,7 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fourfold.model.names import is_norm
+from fourfold.model import ParamTable
+from fourfold.parallel.parameters import name_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,20 +55,29 @@ class Precision:
         if self.level == "O1" and device.type != "meta":
             module.forward = torch.autocast(device.type, self.dtype)(module.forward)
 
-    def prepare(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Cast the parameters as the row says; the fp32 weights to optimize, by the same names."""
+    def make_masters(
+        self, table: ParamTable, parameters: dict[str, nn.Parameter]
+    ) -> dict[str, nn.Parameter]:
+        """Cast the parameters as the row says; the fp32 weights to optimize, by the same keys."""
         masters = dict(parameters)
-        for name, parameter in self.lowered(parameters).items():
-            masters[name] = nn.Parameter(parameter.data)
+        for key, parameter in self.lowered(table, parameters).items():
+            masters[key] = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(self.dtype)
-            parameter.register_post_accumulate_grad_hook(_move_gradient_to(masters[name]))
+            parameter.register_post_accumulate_grad_hook(_move_gradient_to(masters[key]))
         return masters
 
-    def lowered(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Those that are kept in low precision: at O2 all but the LayerNorms'."""
+    def lowered(
+        self, table: ParamTable, parameters: dict[str, nn.Parameter]
+    ) -> dict[str, nn.Parameter]:
+        """Those that are kept in low precision: at O2 all but what stays in fp32."""
         if self.level != "O2":
             return {}
-        return {name: one for name, one in parameters.items() if not is_norm(name)}
+        return {k: one for k, one in parameters.items() if not table[name_of(k)].stays_fp32}
+
+    def weight_dtype(self, table: ParamTable, key: str) -> torch.dtype:
+        """What this parameter is computed with."""
+        low = self.level == "O2" and not table[name_of(key)].stays_fp32
+        return self.dtype if low else torch.float32
 
     def collect(
         self, parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fourfold.mesh import Mesh, sum_over
-from fourfold.parallel.cuts import has_partial_gradient
-from fourfold.parallel.pieces import TIED, WORD, local
+from fourfold.model import ParamTable
+from fourfold.parallel.parameters import name_of, tied_keys
+from fourfold.shards import local
 from fourfold.waiting import communicating
 
 
@@ -62,6 +63,7 @@ class Replicas:
         self,
         parameters: dict[str, nn.Parameter],
         masters: dict[str, nn.Parameter],
+        table: ParamTable,
         group: ProcessGroup,
     ) -> None:
         """`parameters` are the network's and may be of low precision; gradients of `masters` are
@@ -69,7 +71,8 @@ class Replicas:
         self.micro_batches = 1  # of the batch under way; whoever runs it says how many
         by_layer: dict[str, list[str]] = {}
         for name in masters:
-            layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "rest"
+            in_layer = table[name_of(name)].in_every_layer
+            layer = ".".join(name.split(".")[:2]) if in_layer else "rest"
             by_layer.setdefault(layer, []).append(name)
         self.buckets = []
         for layer, names in by_layer.items():
@@ -95,16 +98,16 @@ class Replicas:
 
 
 @torch.no_grad()
-def sum_across_model(masters: dict[str, nn.Parameter], mesh: Mesh, by_sequence: bool) -> None:
-    """Complete the gradients of what is applied between the blocks."""
-    partial = [p for name, p in masters.items() if has_partial_gradient(name, by_sequence)]
+def sum_across_model(table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh) -> None:
+    """With sequence parallelism: complete the gradients of what is applied between the blocks."""
+    partial = [p for key, p in masters.items() if table[name_of(key)].partial_gradient]
     sum_over(mesh.group("mp"), [local(p.grad) for p in partial if p.grad is not None])
 
 
 @torch.no_grad()
-def sum_tied(masters: dict[str, nn.Parameter], mesh: Mesh) -> None:
-    """The embedding's gradient is the sum of its two uses, on both of its copies."""
-    copies = [masters[key] for key in (WORD, TIED) if key in masters]
+def sum_tied(table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh) -> None:
+    """The tied embedding's gradient is the sum of its two uses, on both of its copies."""
+    copies = [masters[key] for key in tied_keys(table) if key in masters]
     gradients = [local(p.grad) for p in copies if p.grad is not None]
     if len(gradients) == 2:
         # Both ends of a V-shaped pipeline are on one rank.

@@ -19,15 +19,16 @@ from fourfold import heartbeat
 from fourfold.data import Batch
 from fourfold.mesh import Mesh
 from fourfold.model import GPT
-from fourfold.model.init import initialize_rectangles
+from fourfold.model.init import initialize_shards
 from fourfold.model.seeds import mix_seed
-from fourfold.parallel.pieces import TIED, WORD, Held, held_parameters, local, named_parameters
+from fourfold.parallel.parameters import local_shards, named_parameters, tied_keys
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.reduce import Replicas, sum_across_model, sum_tied
+from fourfold.shards import Shard
 
 if TYPE_CHECKING:
+    from fourfold.parallel.fsdp import Sharding
     from fourfold.parallel.pipeline import Pipeline
-    from fourfold.parallel.shard import Sharding
 
 Arguments = dict[str, Any]
 
@@ -53,6 +54,7 @@ class Runner:
         trains: bool = True,
     ) -> None:
         self.parts = parts
+        self.table = parts[0].table
         self.mesh = mesh
         self.precision = precision
         self.device = device
@@ -65,23 +67,22 @@ class Runner:
         self.masters: dict[str, nn.Parameter] = dict(self.parameters)
         self.trains = trains
         if sharding is None and trains:
-            self.masters = precision.prepare(self.parameters)
-        self.held: dict[str, Held] = held_parameters(parts[0].shape, self.masters, mesh)
+            self.masters = precision.make_masters(self.table, self.parameters)
+        self.shards = local_shards(self.table, self.masters, mesh)
         group = mesh.group("dp")
         self.replicas = (
-            Replicas(self.parameters, self.masters, group)
+            Replicas(self.parameters, self.masters, self.table, group)
             if group is not None and sharding is None and trains
             else None
         )
 
     def initialize(self) -> None:
         """Fresh weights, of which a rank draws what it holds."""
-        for copies in ([key for key in self.held if key != TIED], [TIED]):
-            rectangles = {
-                held.name: (local(held.parameter.data), held.offsets)
-                for held in (self.held[key] for key in copies if key in self.held)
-            }
-            initialize_rectangles(self.parts[0].shape, rectangles, self.seed)
+        # The tied copy has the name of the embedding, so it comes by itself.
+        tied = set(tied_keys(self.table)[1:])
+        for keys in (self.shards.keys() - tied, self.shards.keys() & tied):
+            shards = {shard.name: shard for key, shard in self.shards.items() if key in keys}
+            initialize_shards(self.table, shards, self.seed)
         self.refresh()
 
     # -- training ---------------------------------------------------------------------------
@@ -128,8 +129,9 @@ class Runner:
             self.precision.collect(self.parameters, self.masters)
         if self.replicas is not None:
             self.replicas.finish()
-        sum_across_model(self.masters, self.mesh, self.by_sequence)
-        sum_tied(self.masters, self.mesh)
+        if self.by_sequence:
+            sum_across_model(self.table, self.masters, self.mesh)
+        sum_tied(self.table, self.masters, self.mesh)
 
     def _dropout_seeds(self, step: int, micro_batches: int) -> list[int]:
         """One for each micro-batch, numbered over the global batch: every layout drops alike.
@@ -151,20 +153,25 @@ class Runner:
                 parameter.copy_(self.masters[key])
         self._drop_gathered()
 
-    def to_fill(self) -> dict[str, Held]:
+    def to_fill(self) -> dict[str, Shard]:
         """What a load fills, by key. Of two copies of the embedding on this rank, as at the ends
         of a V-shaped pipeline, the first stands for both: `settle` makes the other one equal."""
-        copies = {TIED} if WORD in self.held else set[str]()
-        return {key: held for key, held in self.held.items() if key not in copies}
+        return {key: one for key, one in self.shards.items() if key not in self.copies_here}
+
+    @property
+    def copies_here(self) -> dict[str, str]:
+        """The key of a tied copy -> that of what it copies, where this rank holds both."""
+        keys = tied_keys(self.table)
+        return {keys[1]: keys[0]} if keys and self.shards.keys() >= set(keys) else {}
 
     @torch.no_grad()
     def settle(self) -> None:
         """After a load: bring every copy of what was filled in line with it."""
-        if WORD in self.held and TIED in self.held:
-            local(self.masters[TIED].data).copy_(local(self.masters[WORD].data))
+        for copy, original in self.copies_here.items():
+            self.shards[copy].local.copy_(self.shards[original].local)
         if not self.trains and self.sharding is None:
             # Loaded in fp32, as they are saved, and kept as they are computed with.
-            for parameter in self.precision.lowered(self.parameters).values():
+            for parameter in self.precision.lowered(self.table, self.parameters).values():
                 parameter.data = parameter.data.to(self.precision.dtype)
         self.refresh()
 
@@ -225,9 +232,9 @@ class Runner:
     def squared_norm(self) -> float:
         """This rank's share of the squared norm of the gradients, each counted on one rank."""
         return sum_of_squares(
-            local(held.parameter.grad)
-            for held in self.held.values()
-            if held.counts and held.parameter.grad is not None
+            shard.gradient
+            for shard in self.shards.values()
+            if shard.owns_norm and shard.gradient is not None
         )
 
 

@@ -20,29 +20,35 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fourfold.model.gpt import GPT, CoreAttention, Head
 from fourfold.model.loss import Vocabulary
+from fourfold.model.params import split_range
 from fourfold.model.seeds import mix_seed
 from fourfold.parallel.collectives import enter, leave
-from fourfold.parallel.cuts import own_range
 from fourfold.waiting import communicating
 
 
 def apply_model_parallel(model: GPT, mesh: DeviceMesh, by_sequence: bool) -> None:
     """Cut the model (or the part of it) over the ranks of `mesh`. Expects the meta device."""
-    plan: dict[str, ParallelStyle] = {
-        "embeddings.word": Lookup(by_sequence),
-        "layers.*.attn.qkv": Columns(by_sequence),
-        "layers.*.attn.core": Heads(by_sequence),
-        "layers.*.attn.out": Rows(by_sequence),
-        "layers.*.mlp.up": Columns(by_sequence),
-        "layers.*.mlp.down": Rows(by_sequence),
-    }
-    if model.is_first:
-        plan["embeddings.position"] = Positions(by_sequence)
-    if not model.is_first and not model.is_last:
-        del plan["embeddings.word"]
-    if model.is_last:
-        plan["head"] = Logits(by_sequence, model.shape.vocab_size)
+    plan = {}
+    for path, module in model.named_modules():
+        if style := _style_of(model, path, module, by_sequence):
+            plan[path] = style
     parallelize_module(model, mesh, plan)
+
+
+def _style_of(model: GPT, path: str, module: nn.Module, by_sequence: bool) -> ParallelStyle | None:
+    """What the table says of the module's weight, by the kind of the module."""
+    if isinstance(module, CoreAttention):
+        return Heads(by_sequence)
+    if isinstance(module, Head):
+        return Logits(by_sequence, model.shape.vocab_size) if model.is_last else None
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return None
+    row = model.table[f"{path}.weight"]
+    if row.split_dim is None:
+        return Positions(by_sequence) if row.partial_gradient else None
+    if isinstance(module, nn.Embedding):
+        return Lookup(by_sequence)
+    return Columns(by_sequence) if row.split_dim == 0 else Rows(by_sequence)
 
 
 class _Style(ParallelStyle):
@@ -53,7 +59,7 @@ class _Style(ParallelStyle):
     def cut(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> tuple[int, int]:
         """Replace a parameter by this rank's slice of it; its range in the whole."""
         whole: Tensor = getattr(module, name)
-        start, stop = own_range(whole.shape[dim], mesh.get_local_rank(), mesh.size())
+        start, stop = split_range(whole.shape[dim], mesh.get_local_rank(), mesh.size())
         own = whole.data.narrow(dim, start, stop - start).clone()
         module.register_parameter(name, nn.Parameter(own))
         return start, stop
@@ -64,7 +70,8 @@ class Columns(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.cut(module, "weight", 0, device_mesh)
-        self.cut(module, "bias", 0, device_mesh)
+        if module.bias is not None:
+            self.cut(module, "bias", 0, device_mesh)
         group, by_sequence, whole_forward = (
             device_mesh.get_group(),
             self.by_sequence,
@@ -83,7 +90,7 @@ class Rows(_Style):
 
         def forward(module: nn.Linear, x: Tensor) -> Tensor:
             y = leave(F.linear(x, module.weight), group, by_sequence)
-            return y + module.bias.to(y.dtype)
+            return y if module.bias is None else y + module.bias.to(y.dtype)
 
         module.forward = MethodType(forward, module)
         return module
@@ -157,8 +164,10 @@ class Logits(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head)
+        if "weight" in module._parameters:
+            self.cut(module, "weight", 0, device_mesh)
         degree, rank = device_mesh.size(), device_mesh.get_local_rank()
-        ranges = [own_range(self.vocab_size, rank, degree) for rank in range(degree)]
+        ranges = [split_range(self.vocab_size, rank, degree) for rank in range(degree)]
         group, by_sequence, whole_forward = (
             device_mesh.get_group(),
             self.by_sequence,

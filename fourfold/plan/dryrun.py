@@ -23,11 +23,11 @@ from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
 from fourfold.parallel import Runner, assemble, draft, layout_of
-from fourfold.parallel.pieces import local
 from fourfold.plan.counting import SENT, Counting, Traffic
 from fourfold.plan.memory import stage_parameters
 from fourfold.plan.subject import own_spread, subject_of
 from fourfold.plan.timeline import Timeline, timeline_of
+from fourfold.shards import local
 
 CPU = torch.device("cpu")
 AGREED_NUMBERS = 3  # loss, squared norm and a wish to stop, in double precision
@@ -86,7 +86,7 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         drawn.allocate()
     runner = assemble(config, mesh, CPU, drawn)
     with fake:
-        optimizer = build_optimizer(config, runner.masters)
+        optimizer = build_optimizer(config, runner)
         once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
         moments = _bytes(optimizer.named_moments().values())
         holding = _holding(runner, moments)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import UserError
-from fourfold.model.gpt import GPT, Block, ModelShape
+from fourfold.model import GPT, ModelShape
+from fourfold.model.gpt import Block
 from fourfold.model.init import initialize
 from fourfold.model.loss import head_cross_entropy
 from fourfold.optim import Optimizer
@@ -195,7 +196,12 @@ def _update_seconds(device: torch.device, seconds: float) -> float:
     weight = torch.nn.Parameter(torch.zeros(UPDATED, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer = Optimizer(
-        {"weight": weight}, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8, grad_clip=1.0
+        {"weight": weight},
+        decayed=["weight"],
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        epsilon=1e-8,
+        grad_clip=1.0,
     )
     return _typical(partial(optimizer.update, 1e-4, 1.0), device, seconds)
 

@@ -12,8 +12,8 @@ from checkpoint_samples import Tensors
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Piece
-from fourfold.checkpoint.pieces import Box
+from fourfold.checkpoint import Crew, Shard
+from fourfold.shards import Box
 
 
 def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[Crew]:
@@ -60,9 +60,9 @@ def on_all(together: list[Crew], work: Callable[[Crew], object]) -> list[Any]:
     return results
 
 
-def rows_of(tensors: Tensors, crew: Crew) -> dict[str, torch.Tensor | Piece]:
+def rows_of(tensors: Tensors, crew: Crew) -> dict[str, torch.Tensor | Shard]:
     """An even cut along the first dimension; what has none is the last rank's."""
-    pieces: dict[str, torch.Tensor | Piece] = {}
+    pieces: dict[str, torch.Tensor | Shard] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
             if crew.rank == crew.size - 1:
@@ -70,7 +70,7 @@ def rows_of(tensors: Tensors, crew: Crew) -> dict[str, torch.Tensor | Piece]:
             continue
         first, last = (len(tensor) * rank // crew.size for rank in (crew.rank, crew.rank + 1))
         offsets = (first,) + (0,) * (tensor.dim() - 1)
-        pieces[name] = Piece(tensor[first:last], tuple(tensor.shape), offsets)
+        pieces[name] = Shard(tensor[first:last], tuple(tensor.shape), offsets)
     return pieces
 
 
@@ -84,9 +84,9 @@ def save_rows(
     )
 
 
-def cut(tensor: torch.Tensor, box: Box) -> Piece:
+def cut(tensor: torch.Tensor, box: Box) -> Shard:
     index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))
-    return Piece(tensor[index], tuple(tensor.shape), box.offsets)
+    return Shard(tensor[index], tuple(tensor.shape), box.offsets)
 
 
 @st.composite

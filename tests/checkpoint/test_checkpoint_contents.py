@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import shards
+from fourfold.checkpoint import tensor_files
 from fourfold.errors import CheckpointError
 
 DTYPES = [
@@ -103,7 +103,7 @@ def test_parameters_views_and_transposes(tmp_path: Path) -> None:
 
 
 def test_large_groups_are_cut_into_several_files(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 100)
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 100)
     tensors = {f"model.w{i}": torch.randn(1 + 7 * i) for i in range(8)}
     tensors |= {"optim.step": torch.tensor(9), "nodot": torch.ones(2)}
     directory = checkpoint.save(tmp_path, 1, tensors, {})

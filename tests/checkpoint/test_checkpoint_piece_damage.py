@@ -195,7 +195,7 @@ def test_a_record_with_the_table_of_another_is_not_believed(tmp_path: Path) -> N
 
 def test_version_1_reads_in_pieces(tmp_path: Path) -> None:
     half = torch.zeros(2, 2)
-    piece = checkpoint.Piece(half, (2, 4), (0, 1))
+    piece = checkpoint.Shard(half, (2, 4), (0, 1))
     into = blank(sample(7)) | {NAME: piece}
     assert checkpoint.load(GOLDEN, into) == state_of(7)
     assert torch.equal(half, sample(7)[NAME][:, 1:3])

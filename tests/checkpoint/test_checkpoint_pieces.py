@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Piece, shards
-from fourfold.checkpoint.pieces import Box, tiling_problem
+from fourfold.checkpoint import Crew, Shard, tensor_files
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box, tiling_problem
 
 
 def names(directory: Path) -> set[str]:
@@ -79,7 +79,7 @@ def test_ranks_may_ask_for_the_same_and_for_parts_only(tmp_path: Path) -> None:
         crews(3),
         lambda crew: checkpoint.load(
             tmp_path / "step_1",
-            {"model.w": Piece(wanted[crew.rank], (8, 6), boxes[crew.rank])},
+            {"model.w": Shard(wanted[crew.rank], (8, 6), boxes[crew.rank])},
             crew=crew,
         ),
     )
@@ -94,10 +94,12 @@ def test_only_the_files_that_hold_something_of_it_are_opened(
     tensor = torch.randn(8, 3)
     save_rows(tmp_path, 1, {"model.w": tensor}, {}, size=4)
     opened: list[str] = []
-    real = shards.open_shard
-    monkeypatch.setattr(shards, "open_shard", lambda path: opened.append(path.name) or real(path))
+    real = tensor_files.open_shard
+    monkeypatch.setattr(
+        tensor_files, "open_shard", lambda path: opened.append(path.name) or real(path)
+    )
     part = torch.zeros(3, 3)
-    checkpoint.load(tmp_path / "step_1", {"model.w": Piece(part, (8, 3), (3, 0))})
+    checkpoint.load(tmp_path / "step_1", {"model.w": Shard(part, (8, 3), (3, 0))})
     assert torch.equal(part, tensor[3:6])
     assert set(opened) == {f"model-rank0000{r}-00001-of-00001.safetensors" for r in (1, 2)}
 
@@ -151,7 +153,7 @@ def test_a_pinwheel_tiles_and_its_mirror_image_does_not() -> None:
 def test_a_merged_checkpoint_is_one_other_tools_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 300)
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 300)
     tensors = {f"model.w{i}": torch.randn(4, 1 + 7 * i) for i in range(6)}
     save_rows(tmp_path / "run", 9, tensors | {"optim.m": torch.randn(8)}, state_of(9), size=3)
     merged = checkpoint.merge(tmp_path / "run/step_9", tmp_path / "to/model", prefix="model.")

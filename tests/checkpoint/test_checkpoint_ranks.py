@@ -16,7 +16,7 @@ from checkpoint_ranks import crews, on_all, rows_of, save_rows
 from checkpoint_samples import Tensors, blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Piece, reading, writing
+from fourfold.checkpoint import Crew, Shard, reading, writing
 from fourfold.checkpoint.meeting import Meeting
 from fourfold.errors import CheckpointError
 
@@ -37,21 +37,21 @@ def load_rows(where: Path, like: Tensors, size: int) -> tuple[list[Any], Tensors
 # --- what the ranks must agree on -------------------------------------------------------------
 
 
-def given_by(*pieces: Piece | torch.Tensor) -> Callable[[Crew], dict[str, Piece | torch.Tensor]]:
+def given_by(*pieces: Shard | torch.Tensor) -> Callable[[Crew], dict[str, Shard | torch.Tensor]]:
     return lambda crew: {"model.w": pieces[crew.rank]}
 
 
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [
-        (given_by(Piece(torch.ones(2, 3), (5, 3), (0, 0)), Piece(torch.ones(2, 3), (5, 3), (3, 0))),
+        (given_by(Shard(torch.ones(2, 3), (5, 3), (0, 0)), Shard(torch.ones(2, 3), (5, 3), (3, 0))),
          "3 of its 15 elements are in no piece"),
-        (given_by(Piece(torch.ones(3, 3), (5, 3), (0, 0)), Piece(torch.ones(3, 3), (5, 3), (2, 0))),
+        (given_by(Shard(torch.ones(3, 3), (5, 3), (0, 0)), Shard(torch.ones(3, 3), (5, 3), (2, 0))),
          "its pieces overlap"),
         (given_by(torch.ones(2), torch.ones(2)), "its pieces overlap"),
-        (given_by(Piece(torch.ones(2), (4,), (0,)), Piece(torch.ones(2).half(), (4,), (2,))),
+        (given_by(Shard(torch.ones(2), (4,), (0,)), Shard(torch.ones(2).half(), (4,), (2,))),
          r"float16 \[4\] on rank 1 and float32 \[4\]"),
-        (given_by(Piece(torch.ones(2), (4,), (0,)), Piece(torch.ones(2), (5,), (2,))),
+        (given_by(Shard(torch.ones(2), (4,), (0,)), Shard(torch.ones(2), (5,), (2,))),
          r"float32 \[5\] on rank 1 and float32 \[4\]"),
     ],
     ids=["gap", "overlap", "replica", "dtype", "shape"],
@@ -68,7 +68,7 @@ def test_pieces_that_make_no_whole_are_not_committed(tmp_path: Path, pieces, rea
 
 
 def test_a_piece_outside_its_tensor_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
-    for piece in (Piece(torch.ones(3), (4,), (2,)), Piece(torch.ones(3), (3, 1), (0, 0))):
+    for piece in (Shard(torch.ones(3), (4,), (2,)), Shard(torch.ones(3), (3, 1), (0, 0))):
         with pytest.raises(ValueError, match="no piece of a tensor"):
             checkpoint.save(tmp_path, 1, {"model.w": piece}, {})
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Piece, directory, manifest, reading, records
+from fourfold.checkpoint import Crew, Shard, directory, manifest, reading, records
 from fourfold.checkpoint.index import Cut
-from fourfold.checkpoint.pieces import Box
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box
 
 LAYERS = {f"model.layers.{i}.weight": torch.randn(8, 6) for i in range(40)}
 
@@ -35,10 +35,10 @@ def test_tensors_that_are_cut_alike_share_one_grid(tmp_path: Path) -> None:
 def test_a_cut_in_two_dimensions_is_a_grid_too(tmp_path: Path) -> None:
     """As model parallelism over columns and sharding over rows leave it."""
 
-    def quarters(crew: Crew) -> dict[str, Piece]:
+    def quarters(crew: Crew) -> dict[str, Shard]:
         row, column = divmod(crew.rank, 2)
         return {
-            name: Piece(tensor[4 * row :][:4, 3 * column :][:, :3], (8, 6), (4 * row, 3 * column))
+            name: Shard(tensor[4 * row :][:4, 3 * column :][:, :3], (8, 6), (4 * row, 3 * column))
             for name, tensor in LAYERS.items()
         }
 

@@ -17,7 +17,7 @@ from checkpoint_ranks import save_rows
 from checkpoint_samples import blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import directory, shards
+from fourfold.checkpoint import directory, tensor_files
 from fourfold.errors import CheckpointError
 
 Mount = Callable[..., Path]
@@ -149,8 +149,8 @@ def test_each_error_comes_with_advice_that_fits_even_if_nothing_answers_any_more
 def test_a_writer_beats_as_long_as_it_writes_and_not_when_it_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 1 << 10)
-    monkeypatch.setattr(shards, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(tensor_files, "BEAT_SECONDS", 0.001)
     real = os.fsync
     before: list[int] = []
 

@@ -16,9 +16,8 @@ from mutate import mutate
 from torch import Tensor
 
 from fourfold.convert import ForeignModel
-from fourfold.convert.foreign import expected_shapes
 from fourfold.errors import CheckpointError
-from fourfold.model import GPT, ModelShape
+from fourfold.model import GPT, ModelShape, table_of
 
 FLEETX_TINY = Path(__file__).parent.parent / "fixtures" / "fleetx_tiny"
 HEADS, HIDDEN, LAYERS, VOCAB, POSITIONS = 4, 32, 4, 64, 24
@@ -46,7 +45,7 @@ def weights(
 ) -> dict[str, Tensor]:
     """A small model under our names."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = expected_shapes(vocabulary, HIDDEN, LAYERS, 4 * HIDDEN, POSITIONS)
+    shapes = table_of(ModelShape(vocabulary, HIDDEN, LAYERS, HEADS, 4 * HIDDEN, POSITIONS)).shapes
     return {
         name: (0.1 * torch.randn(shape, generator=generator)).to(dtype)
         for name, shape in shapes.items()

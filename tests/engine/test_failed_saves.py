@@ -19,7 +19,7 @@ from tiny_run import Configure
 from fourfold import checkpoint
 from fourfold.checkpoint import writing
 from fourfold.checkpoint.meeting import Meeting
-from fourfold.engine import Engine, holdings, saving
+from fourfold.engine import Engine, saving
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import read_jsonl
 
@@ -277,7 +277,7 @@ def test_room_for_the_parts_of_all_ranks_is_looked_for_at_the_start(
     configure: Configure, tmp_path: Path
 ) -> None:
     def work(engine: Engine) -> object:
-        own = holdings.bytes_to_write(engine.runner, engine.optimizer)
+        own = saving.bytes_to_save(engine.runner, engine.optimizer)
         parts = [part for (part,) in engine.mesh.everyone(own)]
         # Enough for either of the two, but not for both.
         checkpoint.free_bytes = lambda place: int(max(parts))  # type: ignore[assignment]
@@ -305,7 +305,7 @@ def test_too_little_room_for_what_is_kept_is_a_notice(
 ) -> None:
     """The run saves four times; of a checkpoint `fit` would find room."""
     engine = Engine(configure("run", f"Engine.save_load.keep_last={keep_last}"))
-    one = holdings.bytes_to_write(engine.runner, engine.optimizer) * saving.OVERHEAD
+    one = saving.bytes_to_save(engine.runner, engine.optimizer) * saving.OVERHEAD
     monkeypatch.setattr(checkpoint, "free_bytes", lambda place: int(fit * one))
     engine.fit()
     expected = f"this run is going to need .* checkpoints of .*keep_last={keep_last}"

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.model import GPT, ModelShape, count_parameters, flops_per_token, initialize
 from fourfold.model.gpt import Linear
-from fourfold.model.init import ROWS_PER_BLOCK, initialize_rectangles, untrained_loss
+from fourfold.model.init import ROWS_PER_BLOCK, initialize_shards, untrained_loss
+from fourfold.shards import Shard
 
 PUBLISHED = {  # (hidden, layers, heads, vocabulary): parameters, reference figures
     (1024, 24, 16, 50304): 354_871_296,
@@ -77,8 +78,8 @@ def test_a_rectangle_is_drawn_without_the_rest(
     model = GPT(shape)
     initialize(model, seed=1)
     own = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
-    place = (rows[0], columns[0])
-    initialize_rectangles(shape, {"embeddings.word.weight": (own, place)}, seed=1)
+    shard = Shard(own, (shape.vocab_size, 16), (rows[0], columns[0]))
+    initialize_shards(model.table, {"embeddings.word.weight": shard}, seed=1)
     assert torch.equal(own, model.embeddings.word.weight[slice(*rows), slice(*columns)])
 
 

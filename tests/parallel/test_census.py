@@ -15,7 +15,7 @@ from fourfold.cli import app
 from fourfold.engine import Engine
 from fourfold.engine.census import Share, census, fake_census
 from fourfold.model import ModelShape, count_parameters
-from fourfold.parallel.pieces import local
+from fourfold.shards import local
 
 ROOT = Path(__file__).parent.parent.parent
 LARGE = ROOT / "configs" / "gpt" / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml"

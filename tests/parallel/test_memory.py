@@ -21,8 +21,8 @@ from fourfold.config import Config, load_config
 from fourfold.engine import Engine
 from fourfold.mesh import connect
 from fourfold.parallel import Runner, layout_of, parallelize, preload
-from fourfold.parallel.pieces import local
-from fourfold.parallel.shard import sharded_modules
+from fourfold.parallel.fsdp import sharded_modules
+from fourfold.shards import local
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 WIDE = ["Model.vocab_size=4096", "Model.hidden_size=768", "Model.num_layers=8"]
@@ -140,7 +140,7 @@ def test_a_stage_divides_what_it_says(
         model = engine.runner.parts[0]
         model.register_forward_pre_hook(lambda *_: seen.append(held_bytes(engine)), prepend=True)
         engine.runner.run(engine.feeds.loaders["train"].batch(1), step=2)
-        whole = sum(torch.Size(held.shape).numel() for held in engine.runner.held.values())
+        whole = sum(torch.Size(held.shape).numel() for held in engine.runner.shards.values())
         return tuple(held / whole for held in seen[1])
 
     for held in on_ranks(2, between_micro_batches):
@@ -167,7 +167,7 @@ def test_the_peak_is_what_is_held_and_a_few_layers(tmp_path: Path, stage: int) -
         with tracker:
             engine.runner.run(engine.feeds.loaders["train"].batch(1), step=2)
         total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        whole = sum(torch.Size(held.shape).numel() for held in engine.runner.held.values())
+        whole = sum(torch.Size(held.shape).numel() for held in engine.runner.shards.values())
         return total / whole
 
     for bytes_each in on_ranks(2, peak):

@@ -18,7 +18,6 @@ from fourfold.config.pace import Pace
 from fourfold.engine import Engine, saving
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.drift import check_replicas
-from fourfold.parallel.pieces import local
 from fourfold.signals import StopRequest
 
 STEPS = 5
@@ -157,14 +156,13 @@ def _rectangles(engine: Engine, gradients: bool, divisor: float = 1.0) -> list[R
     """What this rank speaks for of the weights or of the gradients."""
     return [
         Rectangle(
-            held.name,
-            held.shape,
-            held.offsets,
-            local(held.parameter.grad if gradients else held.parameter.data).double().numpy()
-            / divisor,
+            shard.name,
+            shard.shape,
+            shard.offsets,
+            (shard.gradient if gradients else shard.local).double().numpy() / divisor,
         )
-        for held in engine.runner.held.values()
-        if held.counts
+        for shard in engine.runner.shards.values()
+        if shard.owns_norm
     ]
 
 

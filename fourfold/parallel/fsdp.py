@@ -56,8 +56,8 @@ class Sharding:
         frees = self.stage == 3
         if self.precision.level == "O2":
             low = replace(plain, param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
-            # LayerNorms stay in fp32, so they are gathered apart from the rest of their layer.
-            for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
+            # What stays in fp32, the norms, is gathered apart from the rest of its layer.
+            for norm in modules_in_fp32(model):
                 fully_shard(norm, reshard_after_forward=frees, mp_policy=plain, **self.options)
         for layer in model.layers.values():
             fully_shard(layer, reshard_after_forward=frees, mp_policy=low, **self.options)
@@ -83,6 +83,16 @@ class Sharding:
         and miss the update in between."""
         for module in sharded_modules(model):
             module.reshard()
+
+
+def modules_in_fp32(model: GPT) -> list[nn.Module]:
+    """Those all of whose parameters are in fp32 whatever the precision."""
+    return [
+        module
+        for path, module in model.named_modules()
+        if (names := [name for name, _ in module.named_parameters(path, recurse=False)])
+        and all(model.table[name].stays_fp32 for name in names)
+    ]
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

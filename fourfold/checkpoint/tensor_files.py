@@ -25,9 +25,9 @@ from fourfold.checkpoint.bounded import DTYPES, HASH, FileRecord, new_hasher
 from fourfold.checkpoint.crew import silent
 from fourfold.checkpoint.index import group_of
 from fourfold.checkpoint.manifest import Manifest
-from fourfold.checkpoint.pieces import Box, Piece
 from fourfold.checkpoint.records import Part, StoredPiece
 from fourfold.errors import CheckpointError
+from fourfold.shards import Box, Shard
 
 SHARD_BYTES = 2 << 30
 
@@ -55,19 +55,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_writable(pieces: Mapping[str, Piece]) -> None:
+def check_writable(pieces: Mapping[str, Shard]) -> None:
     """Raise for what a checkpoint cannot hold: a mistake of the caller, before any byte."""
     first_at: dict[tuple[torch.device, int], str] = {}
     for name, piece in pieces.items():
-        tensor = piece.tensor
+        tensor = piece.local
         if not name or name == "__metadata__" or not name.isprintable():
             raise ValueError(f"{name!r} cannot name a tensor in a checkpoint")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(f"{name}: only plain tensors are saved, not {type(tensor).__name__}")
         if dtype_name(tensor.dtype) not in DTYPES or tensor.layout != torch.strided:
             raise TypeError(f"{name}: {tensor.dtype} {tensor.layout} cannot be saved")
-        if not piece.box().fits_in(piece.shape):
-            raise ValueError(f"{name}: {piece.box()} is no piece of a tensor of {piece.shape}")
+        if not piece.box.fits_in(piece.shape):
+            raise ValueError(f"{name}: {piece.box} is no piece of a tensor of {piece.shape}")
         if tensor.numel() > 0:
             place = (tensor.device, tensor.data_ptr())
             other = first_at.setdefault(place, name)
@@ -146,19 +146,19 @@ def in_threads(
 
 
 def write_shards(
-    directory: Path, pieces: Mapping[str, Piece], label: str = "", beat: Beat = silent
+    directory: Path, pieces: Mapping[str, Shard], label: str = "", beat: Beat = silent
 ) -> Part:
     """Write every piece into `directory`, synced; what there is to tell about it.
 
     `label` goes into the names of the files. A rank's empty share of a tensor is not written.
     """
     stored = {
-        name: piece for name, piece in pieces.items() if piece.tensor.numel() or 0 in piece.shape
+        name: piece for name, piece in pieces.items() if piece.local.numel() or 0 in piece.shape
     }
-    shards = shard_names({name: piece.tensor.nbytes for name, piece in stored.items()}, label)
+    shards = shard_names({name: piece.local.nbytes for name, piece in stored.items()}, label)
 
     def write(file: str, progress: Beat) -> FileRecord:
-        tensors = {name: stored[name].tensor for name in shards[file]}
+        tensors = {name: stored[name].local for name in shards[file]}
         return write_shard(directory / file, tensors, progress)
 
     records = in_threads(write, shards, beat)
@@ -166,9 +166,7 @@ def write_shards(
     return Part.of(
         dict(zip(shards, records, strict=True)),
         {
-            name: StoredPiece(
-                piece.shape, dtype_name(piece.tensor.dtype), piece.box(), placed[name]
-            )
+            name: StoredPiece(piece.shape, dtype_name(piece.local.dtype), piece.box, placed[name])
             for name, piece in stored.items()
         },
     )
@@ -319,19 +317,19 @@ class Overlap(NamedTuple):
     common: Box
 
 
-def parts_by_file(manifest: Manifest, wanted: Mapping[str, Piece]) -> dict[str, list[Overlap]]:
+def parts_by_file(manifest: Manifest, wanted: Mapping[str, Shard]) -> dict[str, list[Overlap]]:
     """Which files hold something of the pieces wanted, and what."""
     parts: dict[str, list[Overlap]] = {}
     for name, piece in wanted.items():
-        for stored, file in manifest.tensors[name].overlapping(piece.box()):
-            common = stored.overlap(piece.box())
+        for stored, file in manifest.tensors[name].overlapping(piece.box):
+            common = stored.overlap(piece.box)
             assert common is not None
             parts.setdefault(file, []).append(Overlap(name, stored, common))
     return parts
 
 
 def read_shards(
-    directory: Path, manifest: Manifest, wanted: Mapping[str, Piece], beat: Beat = silent
+    directory: Path, manifest: Manifest, wanted: Mapping[str, Shard], beat: Beat = silent
 ) -> None:
     """Fill every piece from (already verified) files, mapped rather than read whole."""
     for file, parts in parts_by_file(manifest, wanted).items():
@@ -339,6 +337,6 @@ def read_shards(
         with open_shard(directory / file) as shard, torch.no_grad():
             for name, stored, common in parts:
                 piece = wanted[name]
-                into = piece.tensor[common.within(piece.box())]
+                into = piece.local[common.within(piece.box)]
                 into.copy_(shard.get_slice(name)[common.within(stored)])
                 beat()

@@ -1,16 +1,19 @@
-"""Rectangles of tensors: what one rank holds of a whole, and how rectangles meet.
+"""Shards: which rectangle of a tensor one rank holds, and how rectangles meet.
 
-A checkpoint knows tensors by name and their parts by where they begin in the whole; which layout
-cut them, and which layout asks for them, it never learns.
+Model parallelism cuts one dimension of a parameter, sharding cuts rows of what is left: the result
+is always one rectangle of the whole (torch.distributed.checkpoint calls it a chunk). Initial
+weights, the gradient norm, checkpoints, the check for drifting replicas and generation over ranks
+need no more than that; which layout made the cut, or asks for the parts, they never learn.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,30 +22,74 @@ from torch import Tensor
 MAX_CUT_DIMENSIONS = 6
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, as a plain tensor that shares its memory."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is torch's DTensor, told without importing it, which takes a while."""
+    return hasattr(tensor, "_local_tensor")
+
+
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle of a named tensor, as one rank holds it. It may be empty."""
+class Shard:
+    """A rectangle of a tensor, as this rank holds it. It may be empty, and it may be all."""
 
-    tensor: Tensor  # the local values
-    shape: tuple[int, ...]  # of the whole tensor
+    tensor: Tensor  # a parameter, a DTensor or plain values
+    shape: tuple[int, ...]  # of the whole
     offsets: tuple[int, ...]  # where it begins in the whole
+    name: str = ""  # of the whole; a tied copy has the name of what it copies
+    replica: int = 0  # which of the ranks that hold just this rectangle
+    replicas: int = 1
 
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Shard:
+        """The one that is all of its tensor."""
+        assert not is_sharded(tensor), "this rank does not have all of it"
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @property
+    def local(self) -> Tensor:
+        """The values here, in their own memory."""
+        return local(self.tensor.data)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if self.tensor.grad is None else local(self.tensor.grad)
+
+    @property
     def box(self) -> Box:
-        return Box(self.offsets, tuple(self.tensor.shape))
+        return Box(self.offsets, tuple(self.local.shape))
+
+    @property
+    def owns_norm(self) -> bool:
+        """Whether this rank adds it to the gradient norm: of all replicas, one does."""
+        return self.replica == 0
+
+    @property
+    def owns_save(self) -> bool:
+        """Whether this rank saves it. Replicas take turns, so that all have something to do."""
+        return self.replica == zlib.crc32(self.name.encode()) % self.replicas
+
+    def of(self, tensor: Tensor) -> Shard:
+        """The same rectangle of another tensor, such as an optimizer's state of a parameter."""
+        return replace(self, tensor=tensor)
+
+    def copy_from(self, whole: Tensor) -> None:
+        """Take over this rectangle's values."""
+        self.local.copy_(whole[self.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))])
 
 
-# A plain tensor is the piece that is the whole.
-Tensors = Mapping[str, Tensor | Piece]
+# A plain tensor is the shard that is the whole.
+Tensors = Mapping[str, Tensor | Shard]
 
 
-def as_pieces(tensors: Tensors) -> dict[str, Piece]:
+def as_shards(tensors: Tensors) -> dict[str, Shard]:
     return {
-        name: given if isinstance(given, Piece) else whole(given) for name, given in tensors.items()
+        name: given if isinstance(given, Shard) else Shard.whole(given)
+        for name, given in tensors.items()
     }
-
-
-def whole(tensor: Tensor) -> Piece:
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 class Box(NamedTuple):
