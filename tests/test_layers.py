@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ORDER = (
-    "errors heartbeat waiting signals processors config tokenizer data model mesh parallel optim "
+    "errors heartbeat waiting signals processors shards config tokenizer data model mesh parallel "
+    "optim metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
     "metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
 )
 LINE = ORDER.split()

@@ -176,10 +176,7 @@ def _layer(batch: int, machine: Machine, found: Measured) -> LayerShare:
 
 
 def _layer_inputs(batch: int) -> tuple[Network, Spread, Software]:
-    network = Network(
-        1, LAYER.hidden_size, LAYER.num_attention_heads, LAYER.ffn_hidden_size, LAYER.vocab_size,
-        LAYER_SEQ, LAYER_SEQ, hidden_dropout=False, attention_dropout=False,
-    )  # fmt: skip
+    network = Network.of(LAYER, LAYER_SEQ)
     return network, Spread(micro_batch=batch), Software(compute_bytes=4, residual_bytes=4)
 
 

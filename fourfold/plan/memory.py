@@ -75,7 +75,7 @@ def _norm_parameters(network: Network, spread: Spread, stage: Numbers) -> Number
     """Of these, the norms'."""
     last = stage_ends(spread, stage)[1]
     layers = layers_of_stage(network, spread, stage)
-    return (2 * layers + np.where(last, 1, 0)) * network.last_norm
+    return layers * network.layer_norms + np.where(last, network.last_norm, 0)
 
 
 def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:

@@ -203,12 +203,9 @@ def _network(row: dict[str, str]) -> Network:
     known = "swiglu" in words or "untied" in words or groups is not None
     size = 1e9 * float(row["params_b"] or 0)
     llama = any(word in words for word in ("llama", "qwen", "baichuan"))
-    plain = replace(
-        _shaped(row, vocab, _SHAPES[2] if llama or "swiglu" in words else _SHAPES[0]),
-        kv_heads=int(groups[1]) if groups else 0,
-    )
-    if "untied" in words:
-        plain = replace(plain, tied=False)
+    ratio, gated, _, untied = _SHAPES[2] if llama or "swiglu" in words else _SHAPES[0]
+    kv_heads = int(groups[1]) if groups else 0
+    plain = _shaped(row, vocab, (ratio, gated, kv_heads, untied or "untied" in words))
     near = abs(plain.parameters / size - 1) < 0.06 if size else True
     if known or near:
         return plain
@@ -222,20 +219,29 @@ def _shaped(row: dict[str, str], vocab: int, shape: tuple[float, bool, int, bool
     ratio, gated, kv_heads, untied = shape
     hidden, tp = int(row["hidden"]), int(row["tp"])
     old = not gated and not row["source"].startswith("llm-foundry")
+    heads, ffn = int(row["heads"] or hidden // 128), int(ratio * hidden)
+    # Models that Fourfold has no table of: what one layer of each has.
+    kv = (kv_heads or heads) / heads
+    matrices = 2 * hidden * hidden * (1 + kv) + (3 if gated else 2) * hidden * ffn
+    biases = 0 if gated else 1
+    norm = (1 + biases) * hidden
     return Network(
         layers=int(row["layers"]),
         hidden=hidden,
-        heads=int(row["heads"] or hidden // 128),
-        ffn=int(ratio * hidden),
+        heads=heads,
+        ffn=ffn,
         vocab=-(-vocab // (128 * tp)) * 128 * tp,
         seq=int(row["seq"]),
         positions=0 if gated else int(row["seq"]),
         kv_heads=kv_heads,
         gated=gated,
         tied=not untied,
-        biases=not gated,
         hidden_dropout=old,
         attention_dropout=old,
+        divided_parameters=matrices + biases * (hidden * (1 + 2 * kv) + ffn),
+        whole_parameters=2 * norm + biases * 2 * hidden,
+        layer_norms=2 * norm,
+        last_norm=norm,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.model import ModelShape
 from fourfold.plan.cluster import MEMORY_BAND, PRESETS, parse_cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
 from fourfold.plan.evidence import KINDS, Evidence, fit_published
@@ -228,7 +229,8 @@ def _fits(runs: Sequence[Run]) -> Iterator[str]:
 def _seed_target(coefficients: Coefficients) -> Target:
     """Seed 004: Megatron-DeepSpeed with flash attention, no recomputation, 1536 micro-batches."""
     cluster = parse_cluster("8x8xA100-80G")
-    network = Network(96, 12288, 96, 49152, 51200, 2048, 2048)
+    shape = ModelShape(51200, 12288, 96, 96, 49152, 2048, 0.1, 0.1)
+    network = Network.of(shape, 2048)
     spread = Spread(mp=8, pp=8, micro_batch=1, micro_batches=1536)
     software = Software(
         flash=True, overlap=MEGATRON.overlap, reduce_bytes=2, data_inside_pipeline=True,

@@ -51,24 +51,15 @@ class Subject:
 
 def subject_of(config: Config, *, on_cpu: bool = False) -> Subject:
     model = config.Model
-    network = Network(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        ffn=model.ffn_hidden_size,
-        vocab=model.vocab_size,
-        seq=config.Data.dataset.max_seq_len,
-        positions=model.max_position_embeddings,
-        hidden_dropout=model.hidden_dropout_prob > 0,
-        attention_dropout=model.attention_probs_dropout_prob > 0,
-    )
+    shape = ModelShape.of(model)
+    network = Network.of(shape, config.Data.dataset.max_seq_len)
     precision = config.Engine.mix_precision.dtype
     return Subject(
         config=config,
         network=network,
         software=_software(config, on_cpu),
         precision=precision,
-        shape=ModelShape.of(model),
+        shape=shape,
         global_batch=config.Data.batch_size.global_batch_size,
         batches=tuple(config.pace.batches),
     )

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fourfold.model import ModelShape, table_of
 from fourfold.plan.terms import Numbers
 
 RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "full")
@@ -29,9 +30,37 @@ class Network:
     kv_heads: Numbers = 0  # 0: as many as heads
     gated: Numbers = False  # three feed-forward matrices instead of two
     tied: Numbers = True  # the head is the embedding
-    biases: Numbers = True
     hidden_dropout: Numbers = True
     attention_dropout: Numbers = True
+    divided_parameters: Numbers = 0  # of one layer: what tensor parallelism divides
+    whole_parameters: Numbers = 0  # of one layer: norms, biases added after a sum over ranks
+    layer_norms: Numbers = 0  # of these, the norms
+    last_norm: Numbers = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape, seq: int) -> Network:
+        """A network of ours, in sequences of `seq` tokens; its table says what it has."""
+        table = table_of(shape)
+        layer = table.layer()
+        cut = [row.numel for row in layer if row.split_dim is not None]
+        uncut = [row.numel for row in layer if row.split_dim is None]
+        tables = {row.name: row.shape[0] for row in table.at("first")}
+        return cls(
+            layers=shape.num_layers,
+            hidden=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            ffn=shape.ffn_hidden_size,
+            vocab=shape.vocab_size,
+            seq=seq,
+            positions=sum(tables.values()) - shape.vocab_size,
+            tied=table.tied is not None,
+            hidden_dropout=shape.hidden_dropout_prob > 0,
+            attention_dropout=shape.attention_probs_dropout_prob > 0,
+            divided_parameters=sum(cut),
+            whole_parameters=sum(uncut),
+            layer_norms=sum(row.numel for row in layer if row.kind == "norm"),
+            last_norm=sum(row.numel for row in table.at("last") if row.kind == "norm"),
+        )
 
     @property
     def kv_share(self) -> Numbers:
@@ -39,24 +68,8 @@ class Network:
         return np.where(np.asarray(self.kv_heads) > 0, self.kv_heads, self.heads) / self.heads
 
     @property
-    def divided_parameters(self) -> Numbers:
-        """Of one layer: what tensor parallelism divides."""
-        h, ffn, kv = self.hidden, self.ffn, self.kv_share
-        matrices = 2 * h * h * (1 + kv) + np.where(self.gated, 3, 2) * h * ffn
-        return matrices + np.where(self.biases, h * (1 + 2 * kv) + ffn, 0)
-
-    @property
-    def whole_parameters(self) -> Numbers:
-        """Of one layer: norms, and the biases added after a sum over ranks."""
-        return np.where(self.biases, 6 * self.hidden, 2 * self.hidden)
-
-    @property
     def layer_parameters(self) -> Numbers:
         return self.divided_parameters + self.whole_parameters
-
-    @property
-    def last_norm(self) -> Numbers:
-        return np.where(self.biases, 2, 1) * self.hidden
 
     @property
     def parameters(self) -> Numbers:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from planned_networks import gpt
 from typer.testing import CliRunner
 
 from fourfold.cli import app
@@ -17,7 +18,7 @@ from fourfold.plan.dryrun import DryRun, dry_run
 from fourfold.plan.memory import layers_of_stage, memory_of, stage_parameters
 from fourfold.plan.subject import own_spread, subject_of
 from fourfold.plan.traffic import traffic_of
-from fourfold.plan.workload import Network, Spread
+from fourfold.plan.workload import Spread
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt"
 SMALL = {
@@ -139,7 +140,7 @@ def test_layers_of_a_stage_are_those_of_the_real_code(schedule: str, layers: int
     stages = layers_of_stages(layers, 4 * virtual)
     for rank in range(4):
         held = sum(len(stages[stage]) for stage in stages_of_rank(rank, 4, schedule, virtual))
-        assert layers_of_stage(Network(layers, 32, 4, 128, 64, 16, 16), spread, rank) == held
+        assert layers_of_stage(gpt(layers, 32, 4, 128, 64, 16), spread, rank) == held
 
 
 @pytest.mark.parametrize("rank", [0, 64, 127])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_networks import gpt
 
 from fourfold.model import ModelShape, count_parameters
 from fourfold.plan.memory import (
@@ -19,7 +20,7 @@ from fourfold.plan.memory import (
 from fourfold.plan.workload import RECOMPUTE_MODES, Network, Software, Spread
 
 FLEETX = Software(flash=False, gradient_bytes=2, logit_bytes=6)
-GPT3 = Network(96, 12288, 96, 49152, 51200, 2048, 2048)
+GPT3 = gpt(96, 12288, 96, 49152, 51200, 2048)
 
 
 def total(network: Network, spread: Spread, software: Software) -> float:
@@ -30,7 +31,7 @@ def total(network: Network, spread: Spread, software: Software) -> float:
     ("hidden", "recompute", "documented"), [(1024, "none", 30.9e9), (2048, "full", 26.0e9)]
 )
 def test_the_documents_single_card_figures(hidden: int, recompute: str, documented: float) -> None:
-    network = Network(24, hidden, 16, 4 * hidden, 50304, 1024, 1024)
+    network = gpt(24, hidden, 16, 4 * hidden, 50304, 1024)
     needed = total(network, Spread(micro_batch=8, recompute=recompute), FLEETX)
     assert needed == pytest.approx(documented, rel=0.02)
 
@@ -38,7 +39,7 @@ def test_the_documents_single_card_figures(hidden: int, recompute: str, document
 def test_korthikanti_per_layer_bytes() -> None:
     """sbh (34 + 5 a s / h) and its divided forms, table 2 of the paper."""
     s, b, h, a, t = 2048, 4, 6144, 64, 8
-    network, software = Network(48, h, a, 4 * h, 51200, s, s), Software(flash=False)
+    network, software = gpt(48, h, a, 4 * h, 51200, s), Software(flash=False)
     unit, scores = s * b * h, 5 * a * s / h
     alone = activation_bytes(network, Spread(micro_batch=b), software)
     split = activation_bytes(network, Spread(micro_batch=b, mp=t), software)
@@ -72,7 +73,7 @@ def test_first_stage_of_175b_on_64_devices(
 
 def test_stage_parameters_add_up_to_the_model() -> None:
     shape = ModelShape(1024, 64, 7, 4, 256, 32)
-    network = Network(7, 64, 4, 256, 1024, 32, 32)
+    network = gpt(7, 64, 4, 256, 1024, 32)
     spread = Spread(pp=3)
     held = sum(float(stage_parameters(network, spread, stage)) for stage in range(3))
     tied_copy = 1024 * 64  # the last stage has its own copy of the head
@@ -115,7 +116,7 @@ LAYOUTS = st.builds(
     sequence_parallel=st.booleans(),
 )
 PROGRAMS = st.builds(Software, flash=st.booleans(), gradient_bytes=st.sampled_from([2, 4]))
-MODEL = Network(24, 2048, 16, 8192, 51200, 1024, 1024)
+MODEL = gpt(24, 2048, 16, 8192, 51200, 1024)
 
 
 @settings(max_examples=40, deadline=None)
