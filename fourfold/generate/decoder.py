@@ -56,8 +56,9 @@ class Decoder:
     def __init__(self, model: GPT, weights: Format = "float32") -> None:
         self.model = model.eval().requires_grad_(False)
         self.head = set_format(model, weights)
-        like = next(model.norm.parameters())
-        self._begin([model], like, model.shape.num_attention_heads)
+        token = torch.zeros((1, 1), dtype=torch.long, device=next(model.norm.parameters()).device)
+        # Keys and values have the type of what goes into the layers.
+        self._begin([model], model.embeddings(token, token), model.shape.num_attention_heads)
 
     def _begin(self, parts: Sequence[GPT], like: Tensor, heads: int) -> None:
         """Without rows yet; caches will be of `like`'s type and device, for `heads` heads."""
