@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fourfold.config import Config, load_config
-from fourfold.launch.kernel import die_with_parent
+from fourfold.launch.workers import die_with_parent
 
 CONFIG = """
 Global: {device: cpu, seed: 1}

@@ -21,7 +21,7 @@ from fourfold.config.fields import leaves
 from fourfold.config.tree import Config
 from fourfold.errors import UserError
 from fourfold.flags.reading import FlagReader
-from fourfold.launch.script import read_job
+from fourfold.launch.paddle_launch import read_job
 
 ROOT = Path(__file__).parent.parent
 # Without its blocks of commands and output, whose back-ticks are no marks.

@@ -95,7 +95,7 @@ def _settings(iterations: int, directory: Path) -> list[str]:
 def _run(run: training.Run, nproc: int | None) -> tuple[int, Config, int]:
     """The exit code, what was run, and in how many processes."""
     if nproc is not None:
-        from fourfold.launch.join import refuse_inside_launcher
+        from fourfold.launch.launchers import refuse_inside_launcher
 
         refuse_inside_launcher(os.environ, f"--nproc {nproc}")
         resolved, expected = run.resolve(nproc)

@@ -51,7 +51,7 @@ def generate(
     from fourfold.config import load_config
     from fourfold.generate.module import GenerationModule
     from fourfold.generate.options import without_effect
-    from fourfold.launch.join import join_launcher, refuse_inside_launcher
+    from fourfold.launch.launchers import join_launcher, refuse_inside_launcher
 
     prompts = list(prompt or [])
     if prompt_file is not None:
@@ -78,7 +78,7 @@ def generate(
 
 
 def _generate_in_processes(config: Config, prompts: list[str], nproc: int) -> int:
-    from fourfold.launch.supervise import supervise
+    from fourfold.launch.supervisor import supervise
 
     log_dir = Path(config.Engine.save_load.output_dir) / "logs" / "generate"
     return supervise(_as_rank(config, prompts, nproc), nproc, log_dir)

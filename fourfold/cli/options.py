@@ -47,7 +47,7 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 def refuse_several_processes(verb: str) -> None:
     """For a verb that is one process: each of a launcher's would do all of it over again."""
-    from fourfold.launch.join import join_launcher
+    from fourfold.launch.launchers import join_launcher
 
     launcher = join_launcher(dict(os.environ))
     if launcher is not None and launcher.world_size > 1:

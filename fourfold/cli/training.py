@@ -75,7 +75,7 @@ def train(
         assert nproc is not None and node_rank is not None and master is not None
         _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
     elif nproc is not None:
-        from fourfold.launch.join import refuse_inside_launcher
+        from fourfold.launch.launchers import refuse_inside_launcher
 
         refuse_inside_launcher(os.environ, f"--nproc {nproc}")
         resolved, expected = run.resolve(nproc)
@@ -133,8 +133,8 @@ class Run:
 
 def join_others() -> int:
     """Take this process's place among those a launcher started; how many there are."""
-    from fourfold.launch.join import join_launcher
-    from fourfold.launch.kernel import die_with_parent
+    from fourfold.launch.launchers import join_launcher
+    from fourfold.launch.workers import die_with_parent
 
     launcher = join_launcher(os.environ)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -165,7 +165,7 @@ def fit_in_processes(
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
     from fourfold.engine import Engine
     from fourfold.engine.lock import claim
-    from fourfold.launch.supervise import supervise
+    from fourfold.launch.supervisor import supervise
     from fourfold.parallel import layout_of, preload
 
     output_dir = Path(config.Engine.save_load.output_dir)
@@ -205,7 +205,7 @@ def _train_on_nodes(
     max_restarts: int,
     nodes: tuple[int, int, str],
 ) -> None:
-    from fourfold.launch.torchrun import Nodes, become, torchrun_command
+    from fourfold.launch.launchers import Nodes, become, torchrun_command
 
     resolved, _ = run.resolve(nproc * nodes[0])
     log_dir = Path(resolved.Engine.save_load.output_dir) / "logs"

@@ -81,7 +81,7 @@ def write_config(arguments: Sequence[str]) -> Path:
 
     Every process writes the same, so that machines without a common directory have both.
     """
-    from fourfold.launch.join import join_launcher
+    from fourfold.launch.launchers import join_launcher
 
     given = read_flags(arguments)
     launcher = join_launcher(os.environ)

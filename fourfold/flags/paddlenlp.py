@@ -21,7 +21,7 @@ from fourfold.flags.paddlenlp_rules import GraphMode, Layout, problems_of, witho
 from fourfold.flags.presets import END_OF_TEXT
 from fourfold.flags.starting import SIZES, Start, find_start, take_weights, weights_place
 from fourfold.flags.translation import Translation
-from fourfold.launch.join import join_launcher
+from fourfold.launch.launchers import join_launcher
 
 # Flags that are keys under another name.
 KEYS = {

@@ -1,7 +1,6 @@
 """Starting the processes of a run: our own on this machine, or joining those of a launcher."""
 
-from fourfold.launch.join import join_launcher
-from fourfold.launch.supervise import supervise
-from fourfold.launch.torchrun import torchrun_command
+from fourfold.launch.launchers import join_launcher, torchrun_command
+from fourfold.launch.supervisor import supervise
 
 __all__ = ["join_launcher", "supervise", "torchrun_command"]

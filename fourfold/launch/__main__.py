@@ -2,6 +2,6 @@
 
 import sys
 
-from fourfold.launch.script import main
+from fourfold.launch.paddle_launch import main
 
 sys.exit(main(sys.argv[1:]))

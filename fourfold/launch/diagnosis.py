@@ -1,25 +1,30 @@
-"""What went wrong, in words: which rank failed first and how, or which one hangs and where.
+"""Diagnosis of a run that failed or hangs: the rank to blame, in words.
 
 When one rank fails, the others fail after it because it no longer answers. Each rank notes when
 its error reached the top, so the order is known; of errors that came in the same moment, one that
 does not just report a lost connection is the cause.
+
+In a hang every rank writes down its Python stacks. A rank whose main thread stands inside
+torch.distributed waits for somebody. The one that does not, or that cannot even answer, is the one
+waited for.
 """
 
 from __future__ import annotations
 
-import os
+import linecache
 import re
 import signal
+import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-from fourfold.errors import USER_ERROR_EXIT, UserError
-from fourfold.heartbeat import Beat, Failure
+from fourfold.heartbeat import Beat
+from fourfold.launch import workers
+from fourfold.launch.workers import Ending, WorkerGroup, process_state
+from fourfold.signals import STACKS_SIGNAL
 
 SAME_MOMENT_SECONDS = 0.25
 SHOWN_LINES = 25
-MAX_TEXT_BYTES = 1 << 18
 
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|socket timeout"
@@ -30,89 +35,21 @@ _LOST_PEER = re.compile(
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
 
-class Log:
-    """What a rank writes in an attempt, kept open from the start.
-
-    Whatever becomes of the file's name, both sides go on with the file, and one that can no longer
-    be read is empty: to look after ranks does not depend on their logs.
-    """
-
-    def __init__(self, path: Path, attempt: int) -> None:
-        """Head this attempt's part of a file that may have earlier ones."""
-        self.path = path
-        now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            os.write(self.descriptor, f"--- attempt {attempt}, {now}\n".encode())
-        except OSError as error:
-            raise UserError(f"cannot write the log {path}: {error.strerror or error}") from error
-        self.start = self.size()
-
-    def size(self) -> int:
-        try:
-            return os.fstat(self.descriptor).st_size
-        except OSError:
-            return 0
-
-    def read(self, start: int, stop: int) -> bytes:
-        try:
-            return os.pread(self.descriptor, max(0, stop - start), start)
-        except OSError:
-            return b""
-
-    def text(self, start: int) -> str:
-        """From byte `start` on; of a very long text, its end."""
-        size = self.size()
-        return self.read(max(start, size - MAX_TEXT_BYTES), size).decode(errors="replace")
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a rank ended; `status` is its exit code, or minus the signal that killed it.
-
-    `disturbed`: it ended after the supervisor began to end ranks itself.
-    """
-
-    rank: int
-    status: int
-    noticed: float
-    disturbed: bool
-    failure: Failure | None
-    last: Beat
-    log: Log
-
-    @property
-    def moment(self) -> float:
-        return self.failure.seconds if self.failure else self.noticed
-
-    @property
-    def is_user_error(self) -> bool:
-        return self.status == USER_ERROR_EXIT
-
-    def error_text(self) -> str:
-        """What the rank said about its end: its error, or the last it wrote before a signal."""
-        return self.log.text(self.failure.log_offset if self.failure else self.log.start)
-
-    @property
-    def lost_a_peer(self) -> bool:
-        """Whether its only complaint is that others did not answer."""
-        last_words = self.error_text()[-2000:]
-        return self.status > 0 and _LOST_PEER.search(last_words) is not None
-
-
 def root_cause(failures: list[Ending]) -> Ending:
     """The failure that the others followed from."""
     first = min(end.moment for end in failures)
     together = [end for end in failures if end.moment - first <= SAME_MOMENT_SECONDS]
-    return min(together, key=lambda end: (_innocence(end), end.moment))
+    return min(together, key=lambda end: (_blame_order(end), end.moment))
 
 
-def _innocence(end: Ending) -> int:
-    if end.lost_a_peer:
+def lost_a_peer(end: Ending) -> bool:
+    """Whether its only complaint is that others did not answer."""
+    last_words = end.error_text()[-2000:]
+    return end.status > 0 and _LOST_PEER.search(last_words) is not None
+
+
+def _blame_order(end: Ending) -> int:
+    if lost_a_peer(end):
         return 2
     # Communication libraries abort a process whose peers are gone.
     return 1 if end.status == -signal.SIGABRT else 0
@@ -125,7 +62,7 @@ def explain(cause: Ending, endings: list[Ending]) -> list[str]:
         return text.splitlines()
     lines = [f"fourfold: {how_it_ended(cause)}"]
     left = sorted(end.rank for end in endings if end.status == 0)
-    if cause.lost_a_peer and left:
+    if lost_a_peer(cause) and left:
         lines.append(f"fourfold: before that, {ranks(left)} had ended with exit code 0")
     if not text and cause.rank > 0:
         # A script that ends by `sys.exit(3)` has said why before; of rank 0 that was shown.
@@ -162,3 +99,119 @@ def ranks(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+# -- hangs: the stacks of all ranks -------------------------------------------------------------
+
+ANSWER_SECONDS = 2.0
+SHOWN_FRAMES = 4
+SHOWN_RANKS = 8
+
+STACKS_PLACE = "fourfold: the stacks of all threads are in the logs in {directory}"
+
+# By the kernel's letter for what a process does.
+CANNOT_ANSWER = {
+    "T": "stopped by a signal (SIGSTOP or a debugger)",
+    "D": "waits in the kernel, for a disk or a network file system",
+    "Z": "has just ended",
+}
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({'/'.join(Path(self.file).parts[-2:])}:{self.line})"
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """Stack of a silent rank: its main thread, innermost frame first, if it answered."""
+
+    rank: int
+    last: Beat
+    state: str
+    frames: list[Frame]
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Inside torch.distributed, or in an operator called from there, or in `Work.wait`."""
+        for frame in self.frames:
+            if not frame.file.endswith("/torch/_ops.py"):
+                # Python's own waits have frames of their own; Work.wait is not written in Python.
+                waits = ".wait(" in linecache.getline(frame.file, frame.line)
+                return waits or "/torch/distributed/" in frame.file
+        return False
+
+    def __str__(self) -> str:
+        if self.frames:
+            where = " < ".join(str(frame) for frame in self.frames[:SHOWN_FRAMES])
+        else:
+            where = CANNOT_ANSWER.get(self.state, "does not answer")
+        return f"rank {self.rank}, at {self.last}: {where}"
+
+
+def take_stacks(group: WorkerGroup) -> list[RankStack]:
+    """Ask all running ranks for their stacks; those that can answer do so in their logs."""
+    asked_at = {rank: group.logs[rank].size() for rank in group.running}
+    group.signal(STACKS_SIGNAL)
+    frames_of: dict[int, list[Frame]] = {rank: [] for rank in asked_at}
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline and any(
+        not frames and process_state(group.running[rank]) not in CANNOT_ANSWER
+        for rank, frames in frames_of.items()
+    ):
+        time.sleep(0.02)
+        for rank, offset in asked_at.items():
+            frames_of[rank] = main_thread(group.logs[rank].text(offset))
+    return [
+        RankStack(rank, group.board.last_beat(rank), process_state(group.running[rank]), frames)
+        for rank, frames in frames_of.items()
+    ]
+
+
+def main_thread(dump: str) -> list[Frame]:
+    """Of a faulthandler dump the frames of the thread that runs the work, innermost first."""
+    frames: list[Frame] = []
+    for line in dump.splitlines():
+        match = _FRAME.match(line)
+        if match is None:
+            frames = []
+            continue
+        frames.append(Frame(match["file"], int(match["line"]), match["function"]))
+        if frames[-1].file == workers.__file__ and frames[-1].function == workers.run_rank.__name__:
+            return [frame for frame in frames[:-1] if frame.file != workers.__file__]
+    return []
+
+
+def suspects(stacks: list[RankStack]) -> list[RankStack]:
+    """Who blocks the others: those that do not answer, else those that wait for nobody."""
+    mute = [stack for stack in stacks if not stack.frames]
+    busy = [stack for stack in stacks if not stack.waits_for_others]
+    if mute or 0 < len(busy) < len(stacks):
+        return mute or busy
+    return [min(stacks, key=lambda stack: (stack.last.step, stack.last.seconds))]
+
+
+def explain_hang(stacks: list[RankStack], log_dir: Path) -> list[str]:
+    """Lines for the console: who hangs, where each rank is, where all stacks are."""
+    blamed = suspects(stacks)
+    others = [stack for stack in stacks if stack not in blamed]
+    waiting = [stack.rank for stack in stacks if stack.waits_for_others]
+    named = ranks([stack.rank for stack in blamed])
+    if len(waiting) == len(stacks) > 1:
+        said = f"all ranks wait for each other; {named} stands furthest behind"
+    else:
+        said = f"{named} {'hangs' if len(blamed) == 1 else 'hang'}"
+        if waiting:
+            said += f"; {ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
+    shown = [*blamed, *others][:SHOWN_RANKS]
+    lines = [f"fourfold: {said}", *(f"    {stack}" for stack in shown)]
+    if len(shown) < len(stacks):
+        lines.append(f"    and {len(stacks) - len(shown)} more")
+    return [*lines, STACKS_PLACE.format(directory=log_dir)]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fourfold.heartbeat import Beat, Board, Failure, attach, beat
-from fourfold.launch.diagnosis import Ending, Log, ranks, root_cause
-from fourfold.launch.stacks import Frame, Standing, culprits, main_thread
-from fourfold.launch.worker import __file__ as WORKER
+from fourfold.launch.diagnosis import Frame, RankStack, main_thread, ranks, root_cause, suspects
+from fourfold.launch.workers import Ending, RankLog
+from fourfold.launch.workers import __file__ as WORKER
 
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:4711\n"
 
@@ -20,7 +20,7 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:4711\n"
 @pytest.fixture
 def ended(tmp_path: Path):  # type: ignore[no-untyped-def]
     def make(rank: int, status: int, moment: float, error: str = "") -> Ending:
-        log = Log(tmp_path / f"rank_{rank}.log", 0)
+        log = RankLog(tmp_path / f"rank_{rank}.log", 0)
         os.write(log.descriptor, b"step 1\n")
         failure = Failure(moment, log.size()) if error else None
         os.write(log.descriptor, error.encode())
@@ -62,15 +62,15 @@ def test_a_rank_that_cannot_answer_is_suspected_before_one_that_is_busy() -> Non
     here = [Frame("/src/a.py", 1, "compute")]
     waiting = [Frame("/lib/torch/_ops.py", 1, "f"), Frame("/lib/torch/distributed/a.py", 1, "g")]
     busy, mute, waits, later = (
-        Standing(0, Beat(2.0, 3, "save"), "R", here),
-        Standing(1, Beat(2.0, 3, "save"), "T", []),
-        Standing(2, Beat(2.0, 3, "save"), "S", waiting),
-        Standing(3, Beat(1.0, 4, "save"), "S", waiting),
+        RankStack(0, Beat(2.0, 3, "save"), "R", here),
+        RankStack(1, Beat(2.0, 3, "save"), "T", []),
+        RankStack(2, Beat(2.0, 3, "save"), "S", waiting),
+        RankStack(3, Beat(1.0, 4, "save"), "S", waiting),
     )
-    assert culprits([busy, mute, waits]) == [mute]
-    assert culprits([waits, busy]) == [busy]
-    assert culprits([later, waits]) == [waits]
-    assert culprits([busy]) == [busy]
+    assert suspects([busy, mute, waits]) == [mute]
+    assert suspects([waits, busy]) == [busy]
+    assert suspects([later, waits]) == [waits]
+    assert suspects([busy]) == [busy]
 
 
 def test_names_of_ranks() -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fourfold.errors import UserError
-from fourfold.launch.torchrun import Nodes, torchrun_command
+from fourfold.launch.launchers import Nodes, torchrun_command
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
 

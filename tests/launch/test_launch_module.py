@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.launch.script import read_job
+from fourfold.launch.paddle_launch import read_job
 
 TELL = """\
 import json, os, sys

@@ -18,7 +18,7 @@ from tiny_run import start_child
 from fourfold.errors import ConfigError, UserError
 from fourfold.heartbeat import beat
 from fourfold.launch import supervise
-from fourfold.launch.supervise import Restarts
+from fourfold.launch.supervisor import Restarts
 
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:

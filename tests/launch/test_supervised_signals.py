@@ -221,9 +221,9 @@ def test_ranks_die_with_the_supervisor_even_if_nobody_guards_them(tmp_path: Path
     supervisor = start_supervisor(work, 2, tmp_path)
     assert eventually(lambda: announced(tmp_path, 2))
     pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
-    keeper = os.getpgid(pids[0])
-    assert keeper not in (*pids, supervisor)
-    os.kill(keeper, signal.SIGKILL)
+    reaper = os.getpgid(pids[0])
+    assert reaper not in (*pids, supervisor)
+    os.kill(reaper, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
     assert exit_status(supervisor) == -signal.SIGKILL
     assert eventually(lambda: all(map(is_gone, pids)))

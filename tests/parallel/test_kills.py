@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 from layout_runs import Command, Runs, different, losses
 
-from fourfold.launch.supervise import supervise
+from fourfold.launch.supervisor import supervise
 
 slow = pytest.mark.slow
 KILLED = re.compile(r"fourfold: rank (\d) was killed by signal 9 \(SIGKILL\)")

@@ -1,4 +1,4 @@
-"""`supervise`: run the ranks of one machine to their end, and start them again if asked to.
+"""The supervisor: runs the ranks of one machine to their end, and restarts them if asked to.
 
 The caller has imported what the work needs and run no torch operation, so that forking is safe
 and a restart costs tenths of a second. Of all output only rank 0's reaches the console; when
@@ -17,9 +17,15 @@ from itertools import count
 from pathlib import Path
 
 from fourfold.errors import USER_ERROR_EXIT, say
-from fourfold.launch.children import LOG_NAME, Children
-from fourfold.launch.diagnosis import explain, root_cause
-from fourfold.launch.stacks import STACKS_PLACE, explain_hang, take_stacks
+from fourfold.launch.diagnosis import (
+    STACKS_PLACE,
+    explain,
+    explain_hang,
+    lost_a_peer,
+    root_cause,
+    take_stacks,
+)
+from fourfold.launch.workers import LOG_NAME, WorkerGroup
 from fourfold.signals import STACKS_SIGNAL, SupervisorSignals
 
 POLL_SECONDS = 0.1
@@ -50,7 +56,7 @@ def supervise(
 
     0 when all ranks ended well, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
     did not survive, else 1. `saved_step` tells the step of the last checkpoint, if there is one:
-    where the run goes on, and whether it got any further. `log_name` says where below `log_dir` a
+    where the run resumes, and whether it got any further. `log_name` says where below `log_dir` a
     rank writes. `echo` gets the lines of rank 0, by default for standard output, and `tell` what
     the supervisor says, for standard error.
     """
@@ -61,11 +67,11 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, SupervisorSignals() as signals:
         for attempt in count():
             store = Path(stores) / f"store_{attempt}"
-            with Children(work, nproc, attempt, log_dir, store, log_name) as children:
+            with WorkerGroup(work, nproc, attempt, log_dir, store, log_name) as workers:
                 limits = (hang_seconds, stop_seconds, grace_seconds)
-                code = Watch(children, signals, echo, tell, *limits).run()
-            if children.running:
-                tell(f"fourfold: processes {[*children.running.values()]} cannot be killed")
+                code = Watch(workers, signals, echo, tell, *limits).run()
+            if workers.running:
+                tell(f"fourfold: processes {[*workers.running.values()]} cannot be killed")
                 return FAILED
             if code != FAILED or signals.received or not restarts.another(tell):
                 return code
@@ -124,7 +130,7 @@ class Watch:
 
     def __init__(
         self,
-        children: Children,
+        workers: WorkerGroup,
         signals: SupervisorSignals,
         echo: Echo,
         tell: Echo,
@@ -132,100 +138,100 @@ class Watch:
         stop_seconds: float,
         grace_seconds: float,
     ) -> None:
-        self.children = children
+        self.workers = workers
         self.signals = signals
         self.tell = tell
         self.hang_seconds = hang_seconds
         self.stop_seconds = stop_seconds
         self.grace_seconds = grace_seconds
-        self.silence = Silence(children)
-        self.console = RankZeroLines(children, echo)
+        self.hang_timer = HangTimer(workers)
+        self.console = RankZeroLines(workers, echo)
 
     def run(self) -> int:
         """Until no rank is left that could go on; the exit code of the attempt."""
         stopping: float | None = None
-        while self.children.running:
+        while self.workers.running:
             self._wait()
-            if self.children.failures:
+            if self.workers.failures:
                 return self._fail()
-            if self.silence.measure() > self.hang_seconds:
+            if self.hang_timer.measure() > self.hang_seconds:
                 return self._hang(f"no rank has made progress for {self.hang_seconds:g} s")
             if self.signals.wants_stacks:
                 self._write_stacks()
             if self.signals.received and stopping is None:
-                self.children.signal(self.signals.received)
+                self.workers.signal(self.signals.received)
                 stopping = time.monotonic()
             if stopping is not None and self._stop_is_overdue(stopping):
                 return self._stopped()
-        self.children.kill()
+        self.workers.kill()
         self.console.show(whole_lines=False)
         return 0
 
     def _wait(self) -> None:
         self.signals.wait(POLL_SECONDS)
-        self.children.reap()
+        self.workers.reap()
         self.console.show()
 
     def _wait_for_ends(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self.children.running and time.monotonic() < deadline and not self.signals.urgent:
+        while self.workers.running and time.monotonic() < deadline and not self.signals.urgent:
             self._wait()
 
     def _fail(self) -> int:
         """A rank failed: give the others time to notice, end those that do not, and explain."""
-        children = self.children
+        workers = self.workers
         self._wait_for_ends(self.grace_seconds)
-        cause = root_cause(children.failures)
-        if cause.lost_a_peer and children.running:
+        cause = root_cause(workers.failures)
+        if lost_a_peer(cause) and workers.running:
             # They waited in vain for a rank that still runs: that one is to blame.
             return self._hang(f"rank {cause.rank} gave up waiting at {cause.last}")
-        children.terminate()
+        workers.terminate()
         self._wait_for_ends(min(TERMINATE_SECONDS, self.grace_seconds))
         stop = self.signals.received
         if stop and cause.status in (-stop, 128 + stop):
             return self._stopped()
-        children.kill()
+        workers.kill()
         self.console.show(whole_lines=False)
-        for line in explain(cause, children.endings):
+        for line in explain(cause, workers.endings):
             self.tell(line)
         return USER_ERROR_EXIT if cause.is_user_error else FAILED
 
     def _hang(self, observed: str) -> int:
         self.console.show()
-        standings = take_stacks(self.children)
+        stacks = take_stacks(self.workers)
         self.tell(f"fourfold: {observed}")
-        for line in explain_hang(standings, self.children.log_dir):
+        for line in explain_hang(stacks, self.workers.log_dir):
             self.tell(line)
-        self.children.kill()
+        self.workers.kill()
         return FAILED
 
     def _write_stacks(self) -> None:
         """Somebody wants to know where the ranks stand; they write it down and go on."""
         self.signals.wants_stacks = False
-        self.children.signal(STACKS_SIGNAL)
-        self.tell(STACKS_PLACE.format(directory=self.children.log_dir))
+        self.workers.signal(STACKS_SIGNAL)
+        self.tell(STACKS_PLACE.format(directory=self.workers.log_dir))
 
     def _stop_is_overdue(self, asked: float) -> bool:
         """A rank that saves for long is heard of meanwhile."""
         if self.signals.urgent:
             return True
-        if time.monotonic() - max(asked, self.children.board.newest()) <= self.stop_seconds:
+        if time.monotonic() - max(asked, self.workers.board.newest()) <= self.stop_seconds:
             return False
         self.tell(f"fourfold: the ranks did not stop within {self.stop_seconds:g} s")
         return True
 
     def _stopped(self) -> int:
         assert self.signals.received is not None
-        self.children.kill()
+        self.workers.kill()
         self.console.show(whole_lines=False)
         return tell_of_stop(self.signals.received, self.tell)
 
 
-class Silence:
+class HangTimer:
     """How long no rank has given a sign of life, as seen by a supervisor that may itself sleep."""
 
-    def __init__(self, children: Children) -> None:
-        self._board = children.board
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._board = workers.board
         self._newest = self._board.newest()
         self._looked = time.monotonic()
         self._seconds = 0.0
@@ -244,9 +250,9 @@ class Silence:
 class RankZeroLines:
     """Passes on what rank 0 writes, line by line, up to the error that ends it."""
 
-    def __init__(self, children: Children, echo: Echo) -> None:
-        self._board = children.board
-        self._log = children.logs[0]
+    def __init__(self, workers: WorkerGroup, echo: Echo) -> None:
+        self._board = workers.board
+        self._log = workers.logs[0]
         self._offset = self._log.start
         self._echo = echo
 

@@ -1,4 +1,4 @@
-"""A user's script in several processes, by the options of Paddle's launcher.
+"""A launcher for any script, with the options of `paddle.distributed.launch`.
 
     python -m fourfold.launch --log_dir log --devices "0,1,2,3" run_pretrain.py -c configs.yaml
 
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.errors import UserError, report
-from fourfold.launch.join import refuse_inside_launcher
-from fourfold.launch.supervise import supervise
-from fourfold.launch.torchrun import Nodes, become, torchrun_command
+from fourfold.launch.launchers import Nodes, become, refuse_inside_launcher, torchrun_command
+from fourfold.launch.supervisor import supervise
 
 LOG_NAME = "workerlog.{rank}"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -39,7 +38,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScriptJob:
     """What the user asked for. `devices` are None where only processes were counted, or nothing."""
 
     script: Path
@@ -59,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         return report(error)
 
 
-def launch(job: Job) -> int:
+def launch(job: ScriptJob) -> int:
     """All processes of this machine from start to end; the exit code as of `supervise`."""
     refuse_inside_launcher(os.environ, "fourfold.launch")
     if job.devices is not None:
@@ -82,7 +81,7 @@ def launch(job: Job) -> int:
     )
 
 
-def _run_script(job: Job) -> None:
+def _run_script(job: ScriptJob) -> None:
     """As `python SCRIPT ARGUMENTS` would."""
     sys.argv = [str(job.script), *job.arguments]
     sys.path[0] = str(job.script.resolve().parent)
@@ -98,7 +97,7 @@ def _preload() -> None:
     preload(Layout(dp=1, pp=2, sharding=2, mp=2))
 
 
-def _hand_to_torchrun(job: Job, nodes: Nodes, nproc: int) -> NoReturn:
+def _hand_to_torchrun(job: ScriptJob, nodes: Nodes, nproc: int) -> NoReturn:
     command = torchrun_command(
         nodes, nproc, job.max_restart, job.log_dir, job.arguments, program=[str(job.script)]
     )
@@ -133,27 +132,27 @@ class _Parser(ArgumentParser):
         raise UserError(f"{message}; python -m {__package__} -h explains the options")
 
 
-def read_job(words: Sequence[str]) -> Job:
+def read_job(words: Sequence[str]) -> ScriptJob:
     """The job a command line describes; a `UserError` where it describes none."""
-    given = _parser().parse_args(list(words))
-    script = Path(given.script)
+    options = _parser().parse_args(list(words))
+    script = Path(options.script)
     if not script.is_file():
         raise UserError(f"{script}: no such script; options of the launcher stand before its name")
-    devices = None if given.devices is None else _device_list(given.devices)
-    nproc = _at_least(1, "--nproc_per_node", given.nproc_per_node)
+    devices = None if options.devices is None else _device_list(options.devices)
+    nproc = _at_least(1, "--nproc_per_node", options.nproc_per_node)
     if devices is not None and nproc not in (None, len(devices)):
         raise UserError(
             f"--nproc_per_node {nproc} does not fit the {len(devices)} devices of "
-            f"--devices {given.devices}; each process has one: leave one of the options out"
+            f"--devices {options.devices}; each process has one: leave one of the options out"
         )
-    return Job(
+    return ScriptJob(
         script=script,
-        arguments=given.arguments,
+        arguments=options.arguments,
         devices=devices,
         nproc=nproc if devices is None else len(devices),
-        log_dir=Path(given.log_dir),
-        max_restart=_at_least(0, "--max_restart", given.max_restart) or 0,
-        nodes=_nodes(given.nnodes, given.master, given.rank),
+        log_dir=Path(options.log_dir),
+        max_restart=_at_least(0, "--max_restart", options.max_restart) or 0,
+        nodes=_nodes(options.nnodes, options.master, options.rank),
     )
 
 
@@ -201,14 +200,14 @@ def _nodes(nnodes: str | None, master: str | None, rank: str | None) -> Nodes | 
         raise UserError(
             f"several machines need --nnodes, --master and --rank; {' and '.join(missing)} missing"
         )
-    place = _at_least(0, "--rank", rank)
-    assert count is not None and place is not None and master is not None
-    if place >= count:
+    node_rank = _at_least(0, "--rank", rank)
+    assert count is not None and node_rank is not None and master is not None
+    if node_rank >= count:
         raise UserError(
-            f"--rank {place} does not exist among --nnodes {count}; number the machines from 0 to "
-            f"{count - 1}"
+            f"--rank {node_rank} does not exist among --nnodes {count}; number the machines from 0 "
+            f"to {count - 1}"
         )
-    return Nodes(count, place, master)
+    return Nodes(count, node_rank, master)
 
 
 def _at_least(least: int, name: str, text: str | None) -> int | None:

@@ -1,17 +1,24 @@
-"""Joining processes that a launcher started: torchrun, SLURM's srun, Open MPI's mpirun.
+"""Launchers of others: joining the processes they started, and handing a run to torchrun.
 
 Torch wants RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. torchrun sets them itself;
-for the others they are derived here. A value that is already set is the user's and stays.
+for SLURM's srun and Open MPI's mpirun they are derived here. A value that is already set is the
+user's and stays. A run over several machines is handed to torchrun on each of them.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from fourfold.errors import UserError
+from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
 
 # Below the ports that Linux hands out on its own (32768 and up), above the well-known ones.
 FIRST_PORT, PORTS = 12000, 20000
@@ -37,13 +44,13 @@ def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
     return launcher
 
 
-def refuse_inside_launcher(environment: MutableMapping[str, str], given: str) -> None:
-    """`given` would start processes, which must not happen in each of a launcher's own."""
+def refuse_inside_launcher(environment: MutableMapping[str, str], option: str) -> None:
+    """`option` would start processes, which must not happen in each of a launcher's own."""
     launcher = join_launcher(environment)
     if launcher is not None and launcher.world_size > 1:
         raise UserError(
-            f"{given} would start processes inside each of the {launcher.world_size} that "
-            f"{launcher.name} started; leave {given.split()[0]} out, or start a single process"
+            f"{option} would start processes inside each of the {launcher.world_size} that "
+            f"{launcher.name} started; leave {option.split()[0]} out, or start a single process"
         )
 
 
@@ -97,14 +104,14 @@ def _slurm(environment: Mapping[str, str]) -> Launcher | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list such as `rack[2-3]node[007,009-012],login`."""
-    host, place = "", 0
-    while place < len(nodes) and nodes[place] != ",":
-        piece = _HOST_PIECE.match(nodes, place)
+    host, position = "", 0
+    while position < len(nodes) and nodes[position] != ",":
+        piece = _HOST_PIECE.match(nodes, position)
         if piece is None:
             break
         host += piece[1] or piece[2]
-        place = piece.end()
-    if not host or (place < len(nodes) and nodes[place] != ","):
+        position = piece.end()
+    if not host or (position < len(nodes) and nodes[position] != ","):
         raise UserError(
             f"SLURM's node list {nodes!r} does not begin with a host that can be read; set "
             "MASTER_ADDR to the host of rank 0"
@@ -119,15 +126,82 @@ def port_of(job: str) -> str:
 
 def _size_and_rank(environment: Mapping[str, str], size_name: str, rank_name: str) -> int:
     """The checked number of processes."""
-    given = {name: environment.get(name) for name in (size_name, rank_name)}
-    said = " and ".join(f"{name}={value}" for name, value in given.items())
+    values = {name: environment.get(name) for name in (size_name, rank_name)}
+    settings = " and ".join(f"{name}={value}" for name, value in values.items())
     try:
-        size, rank = (int(value or "") for value in given.values())
+        size, rank = (int(value or "") for value in values.values())
     except ValueError:
         raise UserError(
-            f"a launcher's variables must be whole numbers, but {said}; unset both, or start "
+            f"a launcher's variables must be whole numbers, but {settings}; unset both, or start "
             "through a launcher that sets both"
         ) from None
     if not 0 <= rank < size:
-        raise UserError(f"a rank must be at least 0 and less than the number of ranks; {said}")
+        raise UserError(f"a rank must be at least 0 and less than the number of ranks; {settings}")
     return size
+
+
+# -- several machines ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which of how many machines this is, and where the first one listens."""
+
+    nnodes: int
+    node_rank: int
+    master: str
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of `HOST:PORT`; an IPv6 address stands in brackets."""
+        host, colon, port = self.master.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        plain = host[1:-1] if bracketed else host
+        good_host = plain and (bracketed or ":" not in plain) and not set(plain) & set("[]/ ")
+        if not (colon and good_host and port.isascii() and port.isdigit()) or len(port) > 5:
+            raise UserError(f"--master {self.master!r} is not HOST:PORT, such as node0:29500")
+        if not 1 <= int(port) <= 65535:
+            raise UserError(f"--master {self.master!r}: a port is a number from 1 to 65535")
+        return plain, int(port)
+
+
+def torchrun_command(
+    nodes: Nodes,
+    nproc: int,
+    max_restarts: int,
+    log_dir: Path,
+    command: list[str],
+    program: Sequence[str] = ("-m", "fourfold"),
+) -> list[str]:
+    """Arguments that run `fourfold COMMAND` in `nproc` processes here, as one of the machines.
+
+    `program` is run in place of `fourfold`: a script, or -m and a module. Each rank's output goes
+    to a file below `log_dir`; rank 0's also to the console.
+    """
+    if not 0 <= nodes.node_rank < nodes.nnodes:
+        raise UserError(
+            f"--node-rank {nodes.node_rank} does not exist among --nnodes {nodes.nnodes}; "
+            f"number the machines from 0 to {nodes.nnodes - 1}"
+        )
+    host, port = nodes.address()
+    options = {
+        "--nnodes": nodes.nnodes,
+        "--node-rank": nodes.node_rank,
+        "--nproc-per-node": nproc,
+        "--master-addr": host,
+        "--master-port": port,
+        "--max-restarts": max_restarts,
+        "--log-dir": log_dir / f"node_{nodes.node_rank}",
+        "--signals-to-handle": ",".join(number.name for number in STOP_SIGNALS),
+        "--redirects": "3",
+        "--tee": "0:3",
+    }
+    if nodes.node_rank > 0:
+        del options["--tee"]  # torchrun counts ranks of each machine here
+    words = [word for name, value in options.items() for word in (name, str(value))]
+    return [sys.executable, "-m", "torch.distributed.run", *words, *program, *command]
+
+
+def become(command: list[str]) -> NoReturn:
+    """Continue as torchrun. It would end at a signal that asks its ranks for their stacks."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+    os.execv(command[0], command)
