@@ -40,20 +40,19 @@ def target(
     preset: Annotated[Preset | None, typer.Option(help="A published target.")] = None,
 ) -> None:
     """Say whether a run met a target: exit code 0 if so, 1 if not, 2 if the log cannot tell."""
-    from fourfold.metrics.logs import log_file, read_log
-    from fourfold.metrics.targets import NOTES, PRESETS, Target, judge
+    from fourfold.metrics.targets import NOTES, PRESETS, RunTarget, check_target, log_file, read_log
 
     given: dict[str, Any] = {"loss": loss, "ppl": ppl, "tgs": tgs}
     for name, value in given.items():
         if value is not None and not math.isfinite(value):
             raise UserError(f"--{name} {value} is no target; give a number")
-    wanted = Target() if preset is None else PRESETS[preset.value]
+    wanted = RunTarget() if preset is None else PRESETS[preset.value]
     given["step"] = step
     wanted = replace(wanted, **{name: it for name, it in given.items() if it is not None})
     if wanted.loss is None and wanted.ppl is None and wanted.tgs is None:
         raise UserError("no target is given; add --loss, --ppl or --tgs, or --preset gpt3-175b")
     file = log_file(run)
-    findings = judge(read_log(file), wanted)
+    findings = check_target(read_log(file), wanted)
     if not findings:
         raise DataError(
             f"{file} has no training line of FleetX, Megatron-DeepSpeed or Megatron-LM, so it "

@@ -24,9 +24,8 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
-from fourfold.metrics.lines import FleetXLines, LineStyle
-from fourfold.metrics.megatron_lines import MegatronLines
-from fourfold.metrics.memory import device_memory, host_memory
+from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
+from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.model import ModelShape, flops_per_token
 from fourfold.model.flops import megatron_deepspeed_flops_per_token
 from fourfold.parallel import Precision

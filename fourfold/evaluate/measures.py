@@ -18,7 +18,7 @@ from fourfold.evaluate.perplexity import count_words, detokenize_wikitext, measu
 from fourfold.evaluate.scoring import Scorer, ScoreRequest
 from fourfold.generate import Decoder
 from fourfold.generate.loading import Trained, load_trained
-from fourfold.metrics.perplexity import perplexity
+from fourfold.metrics.lines import perplexity
 from fourfold.tokenizer import Tokenizer
 
 Notice = Callable[[str], None]

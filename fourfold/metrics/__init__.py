@@ -1,18 +1,16 @@
-"""What a run measures and where it goes: the log line, JSONL, TensorBoard, W&B, the loss picture.
+"""Metrics of a run and where they go: the log line, JSONL, TensorBoard, W&B, the loss picture.
 
 `Meter` times steps and makes one `Step` record per logging window; `open_sinks` gives the object
 that carries records, evaluations, events and notices to every place they are kept. Nothing here
 knows how a step is run. rich, matplotlib, tensorboard and wandb are imported when first used.
 """
 
-from fourfold.metrics.console import Console
 from fourfold.metrics.jsonl import read_jsonl
-from fourfold.metrics.meter import Meter, Step
-from fourfold.metrics.peak import peak_flops
+from fourfold.metrics.meter import Meter, OwnTimes, RankTimes, Step, Stragglers, compare_ranks
+from fourfold.metrics.peaks import peak_flops
 from fourfold.metrics.plot import plot_losses
-from fourfold.metrics.profile import ProfilerWindow
-from fourfold.metrics.sinks import Sinks, open_sinks
-from fourfold.metrics.skew import OwnTimes, RankTimes, Stragglers, compare_ranks
+from fourfold.metrics.profiler import ProfilerWindow
+from fourfold.metrics.sinks import Console, Sinks, open_sinks
 
 __all__ = [
     "Console",

@@ -1,25 +1,30 @@
-"""Times the steps of a run and makes one record per logging window.
+"""The meter: times the steps of a run and makes one record per logging window.
 
 A window is the `logging_freq` steps up to the one logged (fewer after a resume between two
 multiples). Times are wall-clock means per step over the window. Evaluating and saving happen
 between steps: their time is reported, but is no part of the cost of a batch.
+
+Beside the times stand the memory of this process and its device, and, where there are several
+ranks, how evenly they worked: stragglers, and the shares of communication and of the bubble.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
+from statistics import fmean, median
 from typing import SupportsFloat
 
+import torch
 from torch.profiler import record_function
 
 from fourfold.config.pace import Pace
-from fourfold.metrics.memory import device_memory, host_memory
-from fourfold.metrics.skew import RankTimes
 
 BETWEEN_STEPS = ("evaluate", "save")
 PROFILER_PREFIX = "fourfold/"
@@ -181,3 +186,137 @@ class Meter:
 
 def timestamp() -> str:
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+# -- stragglers: how evenly the ranks work ------------------------------------------------------
+
+# A rank this much busier than the middle one, window after window, holds all the others up.
+SLOW_FACTOR = 1.2
+WINDOWS_TO_BE_SURE = 3
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """A window's steps, over all ranks. Busy is the time a rank was not waiting for others."""
+
+    busy_seconds_least: float
+    busy_seconds_median: float
+    busy_seconds_most: float
+    slowest_rank: int
+    communication_share: float  # of a step, mean over ranks
+    bubble_share: float  # of a step the pipeline left empty, mean over ranks
+
+
+@dataclass(frozen=True)
+class OwnTimes:
+    """One rank's mean step of a window."""
+
+    batch_seconds: float
+    communication_seconds: float
+    bubble_seconds: float
+
+    def values(self) -> tuple[float, float, float]:
+        return (self.batch_seconds, self.communication_seconds, self.bubble_seconds)
+
+
+def compare_ranks(rows: Sequence[Sequence[float]]) -> RankTimes:
+    """`rows` are `OwnTimes.values` of every rank, by rank."""
+    times = [OwnTimes(*row) for row in rows]
+    busy = [t.batch_seconds - t.communication_seconds - t.bubble_seconds for t in times]
+    whole = [max(t.batch_seconds, 1e-9) for t in times]
+    return RankTimes(
+        busy_seconds_least=min(busy),
+        busy_seconds_median=median(busy),
+        busy_seconds_most=max(busy),
+        slowest_rank=busy.index(max(busy)),
+        communication_share=fmean(t.communication_seconds / w for t, w in zip(times, whole)),
+        bubble_share=fmean(t.bubble_seconds / w for t, w in zip(times, whole)),
+    )
+
+
+class Stragglers:
+    """Tells, once for each, of a rank that stays the slowest by far."""
+
+    def __init__(self) -> None:
+        self.suspect: int | None = None
+        self.windows = 0
+        self.told: set[int] = set()
+
+    def look(self, times: RankTimes) -> str | None:
+        """What to say about this window, if anything."""
+        slow = times.busy_seconds_most > SLOW_FACTOR * times.busy_seconds_median
+        rank = times.slowest_rank if slow else None
+        self.windows = self.windows + 1 if rank == self.suspect else 1
+        self.suspect = rank
+        if rank is None or rank in self.told or self.windows < WINDOWS_TO_BE_SURE:
+            return None
+        self.told.add(rank)
+        return (
+            f"rank {rank} holds the others up: busy for {times.busy_seconds_most:.3f} s of a step, "
+            f"the middle rank for {times.busy_seconds_median:.3f} s"
+        )
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+PROC_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """In bytes; None where the system does not tell a number, never a guess."""
+
+    rss_bytes: int | None
+    peak_rss_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+def host_memory() -> HostMemory:
+    """Resident memory of this process. The peak counts from the start of the process."""
+    fields = _proc_status()
+    peak = fields.get("VmHWM")
+    return HostMemory(fields.get("VmRSS"), peak if peak is not None else _peak_from_rusage())
+
+
+def device_memory() -> DeviceMemory | None:
+    """Memory torch holds on the current CUDA (or ROCm) device; None when none is in use."""
+    if not torch.cuda.is_initialized():
+        return None
+    return DeviceMemory(
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.max_memory_reserved(),
+    )
+
+
+def _proc_status() -> dict[str, int]:
+    """The kB lines of /proc/self/status in bytes; empty where there is no such file."""
+    try:
+        lines = PROC_STATUS.read_text().splitlines()
+    except OSError:
+        return {}
+    words = [line.split() for line in lines]
+    return {
+        word[0].rstrip(":"): int(word[1]) * 1024
+        for word in words
+        if len(word) == 3 and word[2] == "kB"
+    }
+
+
+def _peak_from_rusage() -> int | None:
+    # A peak inherited from the parent at fork is included here, which is why /proc comes first.
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return peak * unit

@@ -1,25 +1,30 @@
-"""Where the records of a run go: the console, `metrics.jsonl`, TensorBoard, W&B.
+"""Metric sinks, where the records of a run go: the console, `metrics.jsonl`, TensorBoard, W&B.
 
 Everything becomes one flat record with a kind (train, eval, test, event, notice), a step and a
-time, and every sink is given every record. Rank 0 opens sinks; the other ranks use `Sinks()`,
-which has nowhere to write to.
+time, and every sink gets every record. Rank 0 opens sinks; the other ranks use `Sinks()`, which
+has nowhere to write to.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TextIO
 
-from fourfold.errors import UserError
-from fourfold.metrics.console import Console
+from fourfold.errors import UserError, heard_or_not
 from fourfold.metrics.jsonl import FILE_NAME, JsonLines
-from fourfold.metrics.lines import LineStyle
+from fourfold.metrics.lines import FleetXLines, LineStyle, perplexity
 from fourfold.metrics.meter import Step, timestamp
-from fourfold.metrics.trackers import TensorBoard, WeightsAndBiases
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 
 class Sink(Protocol):
@@ -178,3 +183,240 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     return str(value)
+
+
+# -- the console --------------------------------------------------------------------------------
+
+
+class Console:
+    """Writes the records of a run as lines to `stream`, by default standard output.
+
+    The lines are FleetX's unless another `style` is named. On a terminal the prefix of lines that
+    have one is coloured, and with `max_steps` a progress line stands below the log; elsewhere the
+    lines are plain.
+    """
+
+    name = "the console"
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        max_steps: int | None = None,
+        start_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        style: LineStyle | None = None,
+    ) -> None:
+        self._style = style or FleetXLines()
+        self._stream = stream if stream is not None else sys.stdout
+        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._colour = terminal and not os.environ.get("NO_COLOR")
+        self._progress = (
+            ProgressLine(self._stream, max_steps, start_step, clock)
+            if terminal and max_steps is not None
+            else None
+        )
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        with heard_or_not(self._stream):
+            for line in self._style.lines(record, self._colour):
+                self._print(line)
+            if record["kind"] == "train" and self._progress:
+                self._progress.show(record)
+
+    def close(self) -> None:
+        if self._progress:
+            with heard_or_not(self._stream):
+                self._progress.close()
+
+    def _print(self, line: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        if self._progress:
+            self._progress.print_above(line)
+        else:
+            print(line, file=self._stream, flush=True)
+
+
+class ProgressLine:
+    """A line under the log: steps done, loss, tokens/s, time left. Drawn at every record."""
+
+    def __init__(
+        self, stream: TextIO, max_steps: int, start_step: int, clock: Callable[[], float]
+    ) -> None:
+        self._stream = stream
+        self._max_steps = max_steps
+        self._start_step = start_step
+        self._clock = clock
+        self._start = clock()
+        self._screen: Live | None = None
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        step = record["step"]
+        row = Table.grid(padding=(0, 2))
+        row.add_row(
+            ProgressBar(total=self._max_steps, completed=step, width=30),
+            f"step {step}/{self._max_steps}",
+            f"loss {record['loss']:.4f}",
+            f"{record['ips_total']:,.0f} tokens/s",
+            f"{duration(self._seconds_left(step))} left",
+        )
+        self._open_screen().update(row, refresh=True)
+
+    def print_above(self, line: str) -> None:
+        if self._screen:
+            self._screen.console.out(line, highlight=False)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._screen:
+            self._screen.stop()
+            self._screen = None
+
+    def _seconds_left(self, step: int) -> float:
+        # Evaluations and saves are in this mean, so what is left includes theirs.
+        done = max(step - self._start_step, 1)
+        return (self._clock() - self._start) / done * max(self._max_steps - step, 0)
+
+    def _open_screen(self) -> Live:
+        if self._screen is None:
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            console = RichConsole(file=self._stream, force_terminal=True)
+            self._screen = Live(console=console, auto_refresh=False, transient=True)
+            self._screen.start()
+        return self._screen
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes, seconds; days when there are any: 1:05:09, 2d 03:00:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}"
+
+
+# -- TensorBoard and Weights & Biases -----------------------------------------------------------
+
+# The names of numbers in both trackers: train/loss, speed/ips, memory/rss_bytes; beside these,
+# seconds/<phase>, eval/loss, eval/ppl, test/loss and test/ppl.
+GROUPS = {
+    "train": (
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "loss_scale",
+        "skipped",
+        "tokens",
+        "global_batch_size",
+    ),
+    "speed": ("ips_total", "ips", "mfu", "batch_seconds", "reader_seconds"),
+    "memory": ("rss_bytes", "peak_rss_bytes", "device_bytes", "peak_device_bytes"),
+}
+SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential")
+REDACTED = "[redacted]"
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record by tracker name; none for events and notices."""
+    if record["kind"] in ("eval", "test"):
+        kind, loss = record["kind"], record["loss"]
+        return {f"{kind}/loss": loss, f"{kind}/ppl": perplexity(loss)}
+    if record["kind"] != "train":
+        return {}
+    named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}
+    named |= {f"seconds/{phase}": value for phase, value in record["seconds"].items()}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def redact(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config` without the values of keys that name a secret, at any depth."""
+    return {
+        key: REDACTED if _is_secret(str(key), value) else _redact_inside(value)
+        for key, value in config.items()
+    }
+
+
+def _redact_inside(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return redact(value)
+    if isinstance(value, list | tuple):
+        return [_redact_inside(item) for item in value]
+    return value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return False
+    name = key.lower()
+    for innocent in ("tokenizer", "token") if isinstance(value, int | float) else ("tokenizer",):
+        name = name.replace(innocent, "")  # numbers of tokens and token ids are no secrets
+    return any(word in name for word in SECRET_WORDS)
+
+
+class TensorBoard:
+    """Event files in `directory`; on resume, points after `resume_step` are hidden by purging."""
+
+    name = "TensorBoard"
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], resume_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = resume_step + 1 if directory.exists() else None
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+        shown = json.dumps(redact(config), indent=2, default=str, ensure_ascii=False)
+        indented = "\n".join("    " + line for line in shown.splitlines())
+        self._writer.add_text("config", indented, resume_step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run per run directory: its id is kept there, so a resumed run continues it."""
+
+    name = "Weights & Biases"
+    ID_FILE = "wandb_run_id.txt"
+
+    def __init__(
+        self, output_dir: Path, run_name: str | None, config: Mapping[str, Any], resume_step: int
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "tracking with Weights & Biases was asked for, but the package is not installed; "
+                "run: pip install 'fourfold[wandb]', or turn it off"
+            ) from error
+        id_file = output_dir / self.ID_FILE
+        if not (resume_step and id_file.exists()):
+            id_file.write_text(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project="fourfold",
+            name=run_name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(output_dir),
+            config=redact(config),
+        )
+        # Steps as a metric of their own: W&B refuses to log an earlier step of its own counter,
+        # which a run resumed from a checkpoint has to do.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if numbers := scalars(record):
+            self._run.log({"step": record["step"], **numbers})
+
+    def close(self) -> None:
+        self._run.finish()

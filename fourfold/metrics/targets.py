@@ -1,22 +1,34 @@
-"""Whether a run met a target, by what its log says.
+"""Targets: whether a run met one, by what its log says (`fourfold target`).
 
 A loss or a perplexity is met below its target, a speed at or above it. What the log does not tell
 is neither met nor missed.
+
+A log is `metrics.jsonl`, or text in the line formats of FleetX and of Megatron. A text log may have
+been coloured, prefixed by a launcher, or mixed with what other programs say: lines that are not
+understood are passed over. Files are read as a stream, and of a line only so much as a record can
+be long, so their size does not matter. Where a run was resumed and its lines come again, they come
+later in the file, and the later ones are what the run became.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import statistics
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from fourfold.metrics.logs import Logged
-from fourfold.metrics.perplexity import perplexity
+from fourfold.errors import DataError
+from fourfold.metrics.jsonl import FILE_NAME, NON_FINITE
+from fourfold.metrics.lines import perplexity
 
 
 @dataclass(frozen=True)
-class Target:
+class RunTarget:
     step: int | None = None  # None: the last one logged
     loss: float | None = None
     ppl: float | None = None
@@ -29,7 +41,7 @@ class Finding:
     text: str
 
 
-PRESETS = {"gpt3-175b": Target(step=2400, loss=9.01, ppl=8181.0)}
+PRESETS = {"gpt3-175b": RunTarget(step=2400, loss=9.01, ppl=8181.0)}
 NOTES = {
     "gpt3-175b": (
         "a floor: in the run these figures come from, the loss was not scaled while its fp16 "
@@ -40,16 +52,16 @@ NOTES = {
 
 
 @dataclass
-class Reading:
+class TargetReading:
     """What a log says about a target, gathered line by line; later lines replace earlier ones."""
 
-    target: Target
+    target: RunTarget
     last: int | None = None  # step of the last line
-    at: Logged | None = None  # the last training line up to the step asked for
-    evaluated: Logged | None = None  # the last evaluation up to there
+    at: LogRecord | None = None  # the last training line up to the step asked for
+    evaluated: LogRecord | None = None  # the last evaluation up to there
     speeds: array[float] = field(default_factory=lambda: array("d"))
 
-    def take(self, line: Logged) -> None:
+    def take(self, line: LogRecord) -> None:
         self.last = line.step
         if self.target.step is not None and line.step > self.target.step:
             return
@@ -109,9 +121,9 @@ class Reading:
         return None
 
 
-def judge(lines: Iterable[Logged], target: Target) -> list[Finding]:
+def check_target(lines: Iterable[LogRecord], target: RunTarget) -> list[Finding]:
     """A finding for each thing wanted; none when the log tells of no step at all."""
-    reading = Reading(target)
+    reading = TargetReading(target)
     for line in lines:
         reading.take(line)
     if reading.last is None:
@@ -124,3 +136,124 @@ def judge(lines: Iterable[Logged], target: Target) -> list[Finding]:
     if target.tgs is not None:
         findings.append(reading.tgs(target.tgs))
     return findings
+
+
+# -- reading logs -------------------------------------------------------------------------------
+
+MAX_LINE_BYTES = 1 << 20  # a record of ours that lists the samples of a large batch is long
+MAX_STEP = 2**53
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_FLEETX_STEP = re.compile(r"\bglobal step (\d{1,15}),(.*)")
+_FLEETX_EVALUATION = re.compile(r"\[eval\] epoch: \d{1,15},(.*)")
+_MEGATRON_STEP = re.compile(r"\biteration {1,20}(\d{1,15})/ {0,20}\d{1,15} \|(.*)")
+_MEGATRON_EVALUATION = re.compile(r"\bvalidation loss at iteration (\d{1,15})\b([^|]{0,80}\|.*)")
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """One line of a log that tells of a step, or of an evaluation after it."""
+
+    kind: Literal["train", "eval"]
+    step: int
+    loss: float | None  # None where Megatron left out one that is not a number
+    perplexity: float | None = None  # as printed, or from the loss; of evaluations
+    tokens_per_device: float | None = None  # a second; of steps, where the log has it
+
+
+def log_file(run: str | os.PathLike[str]) -> Path:
+    """The file to read for a run directory of ours, or the file itself."""
+    path = Path(run)
+    if not path.is_dir():
+        return path
+    file = path / FILE_NAME
+    if not file.exists():
+        raise DataError(
+            f"{path} holds no {FILE_NAME}, so it is no run directory; give the output_dir of a "
+            "run, or a log file"
+        )
+    return file
+
+
+def read_log(path: str | os.PathLike[str]) -> Iterator[LogRecord]:
+    """Every step and evaluation the log tells of, in the order of its lines."""
+    last_step = 0
+    for line in _lines(Path(path)):
+        found = parse_line(line, last_step)
+        if found is not None:
+            yield found
+            last_step = found.step
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as stream:
+            while piece := stream.readline(MAX_LINE_BYTES):
+                yield piece.decode("utf-8", errors="replace")
+                while piece and not piece.endswith(b"\n"):
+                    piece = stream.readline(MAX_LINE_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+
+
+def parse_line(line: str, last_step: int = 0) -> LogRecord | None:
+    """What one line tells, if anything; an evaluation of FleetX's belongs to `last_step`."""
+    if line.startswith("{"):
+        return _from_json(line)
+    line = _COLOUR.sub("", line).rstrip()
+    if found := _MEGATRON_STEP.search(line):
+        return _megatron_step(int(found[1]), _fields(found[2], "|"))
+    if found := _FLEETX_STEP.search(line):
+        fields = _fields(found[2], ",")
+        ips = _number(fields.get("ips", "").removesuffix(" tokens/s"))
+        return LogRecord("train", int(found[1]), _number(fields.get("loss")), tokens_per_device=ips)
+    if found := _MEGATRON_EVALUATION.search(line):
+        fields = _fields(found[2], "|")
+        loss, printed = _number(fields.get("lm loss value")), _number(fields.get("lm loss PPL"))
+        return LogRecord("eval", int(found[1]), loss, _perplexity(loss, printed))
+    if found := _FLEETX_EVALUATION.search(line):
+        loss = _number(_fields(found[1], ",").get("loss"))
+        return LogRecord("eval", last_step, loss, _perplexity(loss))
+    return None
+
+
+def _megatron_step(step: int, fields: Mapping[str, str]) -> LogRecord:
+    tgs = _number(fields.get("tokens per gpu per second (tgs)"))
+    return LogRecord("train", step, _number(fields.get("lm loss")), tokens_per_device=tgs)
+
+
+def _from_json(line: str) -> LogRecord | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None  # the torn last line of a run that was killed
+    if not isinstance(record, dict):
+        return None
+    kind, step = record.get("kind"), record.get("step")
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        return None
+    loss = _number(record.get("loss"))
+    if kind == "train":
+        return LogRecord("train", step, loss, tokens_per_device=_number(record.get("ips")))
+    return LogRecord("eval", step, loss, _perplexity(loss)) if kind == "eval" else None
+
+
+def _fields(text: str, separator: str) -> dict[str, str]:
+    pairs = (part.partition(":") for part in text.split(separator))
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
+
+
+def _number(value: Any) -> float | None:
+    """A number in JSON or in text; None for anything else."""
+    if isinstance(value, str):
+        value = NON_FINITE.get(value, value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _perplexity(loss: float | None, printed: float | None = None) -> float | None:
+    return perplexity(loss) if printed is None and loss is not None else printed

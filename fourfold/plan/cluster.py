@@ -1,6 +1,6 @@
 """Clusters: presets, the notation `16x8xA100-80G`, and `cluster.yaml`.
 
-Rates of matrix products are the makers' dense figures (metrics/peak.py); `sustained` is the share
+Rates of matrix products are the makers' dense figures (metrics/peaks.py); `sustained` is the share
 of them that large products reach. Link bandwidths are what collectives were measured to reach, not
 what the cable could carry. Every number can be replaced in a `cluster.yaml`.
 """
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fourfold.config.nearest import did_you_mean, nearest
 from fourfold.errors import UserError
+from fourfold.metrics.peaks import PEAKS
 from fourfold.plan.machine import Machine
 
 Positive = Annotated[float, Gt(0), Le(1e18)]
@@ -79,8 +80,6 @@ class Device(BaseModel):
 def _device(
     name: str,
     memory_gib: float,
-    peak: float,
-    fp32: float,
     sustained: float,
     units: int,
     memory_gbps: float,
@@ -90,13 +89,14 @@ def _device(
     has_bf16: bool = True,
     band_below: float | None = None,
 ) -> Device:
+    peak = PEAKS[name.partition("-")[0]]
     return Device(
         band=band,
         band_below=band_below,
         name=name,
         memory_gib=memory_gib,
-        peak_tflops=peak,
-        peak_tflops_fp32=fp32,
+        peak_tflops=peak.fp16,
+        peak_tflops_fp32=peak.tf32 or peak.fp32,
         sustained=sustained,
         units=units,
         memory_gbps=memory_gbps,
@@ -111,16 +111,16 @@ def _device(
 PRESETS: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("V100-16G", 15.7, 125, 15.7, 0.75, 80, 900, 135, 3.1, 0.45, False, 0.05),
-        _device("V100-32G", 31.7, 125, 15.7, 0.75, 80, 900, 135, 3.1, 0.45, False, 0.05),
-        _device("A100-40G", 39.4, 312, 156, 0.865, 108, 1555, 229, 25, 0.17),
-        _device("A100-80G", 79.1, 312, 156, 0.865, 108, 2039, 229, 25, 0.17),
-        _device("A800-80G", 79.1, 312, 156, 0.865, 108, 2039, 153, 25),
-        _device("H100-80G", 79.1, 989, 494, 0.610, 132, 3350, 370, 50, 0.17),
-        _device("H800-80G", 79.1, 989, 494, 0.610, 132, 3350, 164, 50),
-        _device("H200", 139.8, 989, 494, 0.610, 132, 4800, 370, 50),
-        _device("B200", 178.3, 2250, 1125, 0.610, 148, 7700, 650, 50),
-        _device("MI300X", 191.5, 1307, 654, 0.5, 304, 5300, 310, 50),
+        _device("V100-16G", 15.7, 0.75, 80, 900, 135, 3.1, 0.45, False, 0.05),
+        _device("V100-32G", 31.7, 0.75, 80, 900, 135, 3.1, 0.45, False, 0.05),
+        _device("A100-40G", 39.4, 0.865, 108, 1555, 229, 25, 0.17),
+        _device("A100-80G", 79.1, 0.865, 108, 2039, 229, 25, 0.17),
+        _device("A800-80G", 79.1, 0.865, 108, 2039, 153, 25),
+        _device("H100-80G", 79.1, 0.610, 132, 3350, 370, 50, 0.17),
+        _device("H800-80G", 79.1, 0.610, 132, 3350, 164, 50),
+        _device("H200", 139.8, 0.610, 132, 4800, 370, 50),
+        _device("B200", 178.3, 0.610, 148, 7700, 650, 50),
+        _device("MI300X", 191.5, 0.5, 304, 5300, 310, 50),
     )
 }
 

@@ -26,7 +26,7 @@ from fourfold.evaluate.perplexity import (
 )
 from fourfold.evaluate.scoring import Score, Scorer, ScoreRequest
 from fourfold.generate import Decoder
-from fourfold.metrics.perplexity import perplexity
+from fourfold.metrics.lines import perplexity
 from fourfold.model import GPT
 from fourfold.tokenizer import Tokenizer, train
 

@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 
 from fourfold.errors import DataError
 from fourfold.metrics import Console, Sinks, Step, open_sinks
-from fourfold.metrics.lines import FleetXLines, LineStyle
-from fourfold.metrics.logs import MAX_LINE_BYTES, Logged, log_file, parse_line, read_log
-from fourfold.metrics.megatron_lines import MegatronLines
-from fourfold.metrics.perplexity import perplexity
-from fourfold.metrics.targets import Target, judge
+from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines, perplexity
+from fourfold.metrics.targets import (
+    MAX_LINE_BYTES,
+    LogRecord,
+    RunTarget,
+    check_target,
+    log_file,
+    parse_line,
+    read_log,
+)
 
 HERE = Path(__file__).parent
 MEGATRON_LM = (
@@ -33,20 +38,20 @@ MEGATRON_LM = (
 def test_the_published_log_of_megatron_deepspeed() -> None:
     *_, before, training, evaluation = read_log(HERE / "log_megatron_175b.txt")
     assert before.step == 10
-    assert training == Logged("train", 2400, 9.002386, tokens_per_device=155.603)
-    assert evaluation == Logged("eval", 2400, 9.009587, 8181.144)
+    assert training == LogRecord("train", 2400, 9.002386, tokens_per_device=155.603)
+    assert evaluation == LogRecord("eval", 2400, 9.009587, 8181.144)
 
 
 def test_a_line_of_megatron_lm_has_no_speed_of_a_device() -> None:
-    assert parse_line(MEGATRON_LM) == Logged("train", 100, 6.54321)
-    assert parse_line("[default7]:" + MEGATRON_LM) == Logged("train", 100, 6.54321)
+    assert parse_line(MEGATRON_LM) == LogRecord("train", 100, 6.54321)
+    assert parse_line("[default7]:" + MEGATRON_LM) == LogRecord("train", 100, 6.54321)
     text = " validation loss at iteration 100 on validation set | lm loss value: 2.0E+00 | "
-    assert parse_line(text) == Logged("eval", 100, 2.0, math.exp(2.0))
+    assert parse_line(text) == LogRecord("eval", 100, 2.0, math.exp(2.0))
 
 
 def test_a_loss_that_megatron_left_out_is_missing() -> None:
     line = MEGATRON_LM.replace(" lm loss: 6.543210E+00 |", "")
-    assert parse_line(line) == Logged("train", 100, None)
+    assert parse_line(line) == LogRecord("train", 100, None)
 
 
 @pytest.mark.parametrize("name", ["log_one_gpu.txt", "log_eight_gpus.txt"])
@@ -102,7 +107,7 @@ def write(sinks: Sinks, make_step: Callable[..., Step]) -> None:
     sinks.train(make_step(8, loss=1.5, ips=32.0, batch_seconds=0.5, global_batch_size=1))
 
 
-def check(lines: list[Logged]) -> None:
+def check(lines: list[LogRecord]) -> None:
     assert [(line.kind, line.step, line.loss) for line in lines] == [
         ("train", 4, 2.5),
         ("eval", 4, 2.25),
@@ -149,7 +154,7 @@ def test_no_text_makes_the_reader_fail(text: str) -> None:
     found = parse_line(text, last_step=3)
     if found is not None:
         assert found.step >= 0
-        judge([found], Target(loss=1.0, ppl=1.0, tgs=1.0))
+        check_target([found], RunTarget(loss=1.0, ppl=1.0, tgs=1.0))
 
 
 values = st.recursive(
@@ -168,7 +173,9 @@ values = st.recursive(
 def test_no_record_makes_the_reader_fail(record: dict[str, object]) -> None:
     found = parse_line(json.dumps(record))
     if found is not None:
-        judge([found, Logged("train", 5, 1.0)], Target(step=5, loss=1.0, ppl=1.0, tgs=1.0))
+        check_target(
+            [found, LogRecord("train", 5, 1.0)], RunTarget(step=5, loss=1.0, ppl=1.0, tgs=1.0)
+        )
 
 
 @given(st.binary(max_size=200) | st.just(b'{"kind": "train", "step": 1, "loss": ' + b"9" * 5000))

@@ -18,8 +18,7 @@ from fourfold.engine import Engine
 from fourfold.engine.instruments import line_style
 from fourfold.engine.measurement import measurement
 from fourfold.metrics import Console, Meter, Sinks, Step
-from fourfold.metrics.lines import LineStyle
-from fourfold.metrics.megatron_lines import MegatronLines
+from fourfold.metrics.lines import LineStyle, MegatronLines
 from fourfold.model import ModelShape, flops_per_token
 from fourfold.model.flops import megatron_deepspeed_flops_per_token
 from fourfold.optim import build_schedule

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError, report, say
 from fourfold.metrics import Console, Sinks, Step
-from fourfold.metrics.console import duration
 from fourfold.metrics.lines import escape, log_line, train_message
+from fourfold.metrics.sinks import duration
 
 HERE = Path(__file__).parent
 # As printed for 8 GPUs, 2048 tokens per step; the escape characters came out as spaces.

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fourfold.errors import UserError
-from fourfold.metrics import memory, peak_flops
-from fourfold.metrics.peak import measure
+from fourfold.metrics import meter, peak_flops
+from fourfold.metrics.peaks import measure
 
 CPU = torch.device("cpu")
 
@@ -104,21 +104,21 @@ def test_sizes_that_would_take_long_are_left_out() -> None:
 
 
 def test_measuring_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.metrics.peak.MEASURED_SIZES", (64, 128))
-    monkeypatch.setattr("fourfold.metrics.peak.SECONDS_PER_SIZE", 0.01)
+    monkeypatch.setattr("fourfold.metrics.peaks.MEASURED_SIZES", (64, 128))
+    monkeypatch.setattr("fourfold.metrics.peaks.SECONDS_PER_SIZE", 0.01)
     peak, reason = peak_flops("measure", CPU, torch.float32)
     assert peak is not None and peak > 1e6 and "threads" in reason
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_resident_memory_grows_with_what_is_held_and_the_peak_stays() -> None:
-    before = memory.host_memory()
+    before = meter.host_memory()
     held = np.ones(64 * 2**20, dtype=np.uint8)
-    during = memory.host_memory()
+    during = meter.host_memory()
     assert before.rss_bytes and during.rss_bytes and during.peak_rss_bytes
     assert during.rss_bytes - before.rss_bytes > 0.9 * held.nbytes
     del held
-    after = memory.host_memory()
+    after = meter.host_memory()
     # The kernel counts pages per thread and adds up late, so a little may be missing.
     assert after.peak_rss_bytes and after.peak_rss_bytes > during.rss_bytes - 2**20
 
@@ -128,15 +128,15 @@ def test_without_proc_the_peak_has_the_platforms_unit(
     monkeypatch: pytest.MonkeyPatch, platform: str, unit: int
 ) -> None:
     usage = resource.struct_rusage([0.0, 0.0, 5000] + [0] * 13)
-    monkeypatch.setattr(memory, "PROC_STATUS", Path("/nonexistent"))
+    monkeypatch.setattr(meter, "PROC_STATUS", Path("/nonexistent"))
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     monkeypatch.setattr(sys, "platform", platform)
-    assert memory.host_memory() == memory.HostMemory(None, 5000 * unit)
+    assert meter.host_memory() == meter.HostMemory(None, 5000 * unit)
 
 
 def test_no_accelerator_no_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert memory.device_memory() is None
+    assert meter.device_memory() is None
 
 
 def test_device_memory_is_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +144,4 @@ def test_device_memory_is_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> N
     names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     for value, name in enumerate(names):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert memory.device_memory() == memory.DeviceMemory(0, 1, 2, 3)
+    assert meter.device_memory() == meter.DeviceMemory(0, 1, 2, 3)

@@ -13,7 +13,7 @@ import torch
 from fourfold.config.pace import Pace
 from fourfold.errors import UserError
 from fourfold.metrics import Meter, ProfilerWindow
-from fourfold.metrics.views import VIEWS
+from fourfold.metrics.profiler import VIEWS
 
 
 def run(directory: Path, steps: int = 6, **options: Any) -> list[str]:

@@ -1,7 +1,8 @@
-"""The highest rate one device can multiply matrices at: what MFU is a fraction of.
+"""Peak rates of devices: the fastest one can multiply matrices, which MFU is a fraction of.
 
-The rate is given, looked up by the device's name, or measured. An unknown device has none, and
-its MFU is n/a: a number against some other device's peak would be worse than no number.
+`PEAKS` is the one table of them, for plans too. The rate of a run's device is configured, looked up
+by the device's name, or measured. An unknown device has none, and its MFU is n/a: a number against
+some other device's peak would be worse than no number.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ PEAKS: dict[str, Peak] = {
     "V100 PCIE": Peak(112, None, 14),
     "V100": Peak(125, None, 15.7),
     "T4": Peak(65, None, 8.1),
-    "MI325X": Peak(1307.4, 1307.4, 163.4),
-    "MI300X": Peak(1307.4, 1307.4, 163.4),
+    "MI325X": Peak(1307.4, 1307.4, 163.4, 653.7),
+    "MI300X": Peak(1307.4, 1307.4, 163.4, 653.7),
 }
 
 MEASURED_SIZES = (512, 1024, 2048)
