@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fourfold.config import Config
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.fsdp import sharded_modules
@@ -180,7 +180,7 @@ def run_step(engine: Engine, step: int) -> None:
     engine.step = step + 1
     batch = engine.feeds.loaders["train"].batch(step)
     with StopRequest(engine.output_dir) as stop:
-        engine._train_step(batch, Meter(pace=Pace(1), seq_len=1), Sinks(), stop)
+        engine._train_step(batch, Meter(pace=BatchSchedule(1), seq_len=1), Sinks(), stop)
 
 
 def sizes_of(engine: Engine) -> Sizes:

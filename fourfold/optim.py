@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fourfold.config import Config
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.shards import local
 
 
@@ -33,7 +33,7 @@ class Schedule:
     warmup: float
     decay: float
     style: Literal["cosine", "linear", "constant"] = "cosine"
-    pace: Pace | None = None
+    pace: BatchSchedule | None = None
 
     def lr_at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 1."""

@@ -18,7 +18,7 @@ import yaml
 import fourfold.flags
 from fourfold.cli import app
 from fourfold.config.fields import leaves
-from fourfold.config.tree import Config
+from fourfold.config.schema import Config
 from fourfold.errors import UserError
 from fourfold.flags.reading import FlagReader
 from fourfold.launch.paddle_launch import read_job

@@ -192,7 +192,7 @@ def _make_plan(
     tokens: str | None,
     price: float | None,
 ) -> tuple[Plan, Economics]:
-    from fourfold.config.wishes import as_laid_out
+    from fourfold.config.auto_constraints import as_laid_out
     from fourfold.plan import parse_cluster
     from fourfold.plan import plan as make
     from fourfold.plan.report import Economics
@@ -249,7 +249,7 @@ def _parse_fix(text: str, option: str) -> dict[str, object]:
 def _fix_value(field: str, value: str, said: str) -> object:
     from typing import get_args
 
-    from fourfold.config.network import PipelineSchedule
+    from fourfold.config.schema import PipelineSchedule
     from fourfold.plan.workload import RECOMPUTE_MODES
 
     if field == "sequence_parallel":

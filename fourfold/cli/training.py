@@ -100,7 +100,7 @@ class Run:
         """The configuration for that many processes (None: one, started by hand), and what its plan
         foretells where the layout is left to us."""
         from fourfold.config import load_config
-        from fourfold.config.wishes import asks_for_auto
+        from fourfold.config.auto_constraints import is_auto_requested
 
         if not self.auto:
             try:
@@ -108,7 +108,7 @@ class Run:
                 is_auto = config.Distributed.auto
             except ConfigError:
                 # A layout that is yet to be chosen may well not fit together as it is written.
-                if not asks_for_auto(self.file, self.overrides):
+                if not is_auto_requested(self.file, self.overrides):
                     raise
                 is_auto = True
             if not is_auto and self.cluster is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fourfold.config.document import parse_document, plain
+from fourfold.config.fields import render_yaml
 from fourfold.config.reference import markdown_reference
-from fourfold.config.render import render_yaml
-from fourfold.config.tree import Config
+from fourfold.config.schema import Config
+from fourfold.config.yaml_nodes import parse_document, plain
 
 
 def annotated(text: str, name: str) -> str:

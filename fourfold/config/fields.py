@@ -1,4 +1,4 @@
-"""How a key is declared: its type, default and one description.
+"""Declaration of keys: type, default and one description of each, and their form in YAML.
 
 The description given to `key`, `derived` or `section` is the only text about a key: the JSON
 Schema, the reference page and the comments in YAML files are all made from it.
@@ -6,14 +6,19 @@ Schema, the reference page and the comments in YAML files are all made from it.
 
 from __future__ import annotations
 
+import re
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from fourfold.config.yaml_nodes import parse_scalar
 
 # Wide enough for any model or cluster, small enough that arithmetic on nonsense stays quick.
 LARGEST = 2**31 - 1
@@ -110,3 +115,78 @@ def _bounds(metadata: list[Any]) -> str:
         elif isinstance(limit, Lt):
             bounds.append(f"below {limit.lt}")
     return " " + " and ".join(bounds) if bounds else ""
+
+
+# -- YAML text ----------------------------------------------------------------------------------
+
+WIDTH = 100
+_PLAIN_TEXT = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~ +-]*(?<! )")
+
+
+def render_yaml(kind: type[Section], values: dict[str, Any], comments: bool = True) -> str:
+    """YAML for `values`, a tree of known keys, in the order of `values`."""
+    return "\n".join(_lines(kind, values, comments, "")).strip("\n") + "\n"
+
+
+def _lines(kind: type[Section], values: dict[str, Any], comments: bool, indent: str) -> list[str]:
+    lines: list[str] = []
+    for name, value in values.items():
+        field = kind.model_fields[name]
+        inner = section_type(field)
+        if not indent:
+            lines.append("")
+        if comments:
+            assert field.description is not None
+            start = f"{indent}# "
+            lines += textwrap.wrap(
+                field.description,
+                WIDTH,
+                initial_indent=start,
+                subsequent_indent=start,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        if inner is not None:
+            lines.append(f"{indent}{name}:")
+            lines += _lines(inner, value or {}, comments, indent + "  ")
+        else:
+            lines.append(f"{indent}{name}: {format_value(value)}".rstrip())
+    return lines
+
+
+def format_value(value: Any) -> str:
+    """A value on one line as the documents write it: `1.0e-5`, `True`, nothing for null."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float):
+        return _format_float(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_format_item(item) for item in value) + "]"
+    if isinstance(value, str):
+        is_plain = _PLAIN_TEXT.fullmatch(value) and isinstance(parse_scalar(value), str)
+        return value if is_plain else _quoted(value)
+    return str(value)
+
+
+def _format_item(item: Any) -> str:
+    return _quoted(item) if isinstance(item, str) else format_value(item)
+
+
+def _format_float(value: float) -> str:
+    text = repr(value)
+    if "e" not in text and 0 < abs(value) < 0.005:
+        # Learning rates read better as 1.0e-3; rates and deviations of 0.01 stay as they are.
+        digits = len(text.replace("0.", "").lstrip("-0"))
+        text = f"{value:.{max(1, digits - 1)}e}"
+    mantissa, exponent, power = text.partition("e")
+    if not exponent:
+        return mantissa
+    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(power)}"
+
+
+def _quoted(text: str) -> str:
+    style = "'" if text.isascii() and text.isprintable() and "'" not in text else '"'
+    quoted: str = yaml.safe_dump(text, default_style=style, allow_unicode=True, width=10**9)
+    return quoted.rstrip("\n")

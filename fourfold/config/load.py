@@ -1,4 +1,4 @@
-"""`load_config`: a YAML file and `-o` overrides to a resolved, checked `Config`.
+"""Loading: a YAML file and `-o Section.key=value` overrides to a resolved, checked `Config`.
 
 Stages, each of which reports into one list: read the file and its bases, apply overrides,
 translate other spellings, check types, derive values, check constraints.
@@ -13,15 +13,26 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fourfold.config.checks import check
-from fourfold.config.document import plain, read_tree
-from fourfold.config.entry import Entry, Findings, Report, Tree, find, in_reading_order, walk
+from fourfold.config.compat_keys import RENAMED, spell_out_auto, translate
 from fourfold.config.fields import Section, allowed_text, leaves, section_type
-from fourfold.config.nearest import did_you_mean, nearest
-from fourfold.config.overrides import apply_overrides
 from fourfold.config.resolve import resolve
-from fourfold.config.spellings import RENAMED, spell_out_auto, translate
-from fourfold.config.tree import Config
+from fourfold.config.rules import check
+from fourfold.config.schema import Config
+from fourfold.config.suggest import did_you_mean, nearest
+from fourfold.config.yaml_nodes import (
+    ConfigFindings,
+    Entry,
+    Report,
+    Tree,
+    find,
+    in_reading_order,
+    merge,
+    parse_document,
+    parse_scalar,
+    plain,
+    read_tree,
+    walk,
+)
 from fourfold.errors import ConfigError
 
 AUTO = "Distributed.auto=True"
@@ -39,7 +50,7 @@ def load_config(
     report = Report()
     tree = read_spelled_out(path, overrides, report)
     config, reported = validate(tree, report)
-    findings = Findings(tree, str(path), report, reported)
+    findings = ConfigFindings(tree, str(path), report, reported)
     resolve(config, findings, world_size)
     check(config, findings)
     if report.problems:
@@ -162,3 +173,70 @@ def _section_at(path: str) -> type[Section]:
         assert inner is not None
         kind = inner
     return kind
+
+
+# -- overrides ----------------------------------------------------------------------------------
+
+
+def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
+    """`tree` with every override in it, later ones winning."""
+    for layer, text in enumerate(overrides, start=1):
+        source = f"-o {text}"
+        if not _is_unicode(text):
+            report.problem(ascii(source)[1:-1], "not UTF-8 text")
+            continue
+        path, equals, written = text.partition("=")
+        names = [name.strip() for name in path.split(".")]
+        if not equals or not all(names):
+            report.problem(source, "write it as Section.key=value")
+            continue
+        try:
+            value = _parse_value(written.strip(), source, layer)
+        except ConfigError as error:
+            report.problems += error.problems
+            continue
+        tree = _apply(tree, names, Entry(value, source, layer), report)
+    return tree
+
+
+def _is_unicode(text: str) -> bool:
+    """False for what a shell passed in another encoding, which no file of ours could hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _parse_value(text: str, source: str, layer: int) -> object:
+    if text[:1] not in ("[", "{", "'", '"'):
+        return parse_scalar(text)
+    try:
+        return parse_document(text, source, layer).value
+    except ConfigError:
+        raise ConfigError(
+            [f"{source}: {text} is no complete list, mapping or quoted string; close or quote it"]
+        ) from None
+
+
+def _apply(tree: Tree, names: list[str], entry: Entry, report: Report) -> Tree:
+    holder = find(tree, ".".join(names[:-1])) if len(names) > 1 else None
+    if holder is not None and isinstance(holder.value, list):
+        _set_item(holder, ".".join(names), names[-1], entry, report)
+        return tree
+    for name in reversed(names):
+        entry = Entry({name: entry}, entry.source, entry.layer)
+    return merge(tree, entry.value)
+
+
+def _set_item(holder: Entry, path: str, index: str, entry: Entry, report: Report) -> None:
+    if not index.isdecimal() or len(index) > 9 or int(index) >= len(holder.value):
+        last = len(holder.value) - 1
+        text = (
+            f"{path}: the list has items 0 to {last}" if last >= 0 else f"{path}: the list is empty"
+        )
+        report.problem(entry.source, text)
+        return
+    items = list(holder.value)
+    items[int(index)] = entry.value
+    holder.value, holder.source, holder.layer = items, entry.source, entry.layer

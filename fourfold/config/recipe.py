@@ -1,4 +1,4 @@
-"""What a data key says: paths, or weights and paths; and the shares of a split.
+"""Data recipes: paths, or weights and paths (a blend); and the shares of a split.
 
     "0.35 A 0.65 B"   ["0.35", "A", "0.65", "B"]   a weighted mixture of A and B
     "A"   ["A", "B"]                               A, or A followed by B

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.config.fields import Section, allowed_text, section_type
-from fourfold.config.render import format_value
-from fourfold.config.spellings import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
-from fourfold.config.tree import Config
+from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
+from fourfold.config.fields import Section, allowed_text, format_value, section_type
+from fourfold.config.schema import Config
 
 _INTRODUCTION = """\
 # Configuration
@@ -51,7 +50,9 @@ def json_schema(config: Config | None = None) -> dict[str, Any]:
 
     With a configuration, its resolved values stand as the defaults.
     """
-    schema = _renamed(Config.model_json_schema(), _JSON_SCHEMA_BOUNDS)
+    declared = Config.model_json_schema()
+    names = {name: name.removesuffix("Section") for name in declared["$defs"]}
+    schema = _renamed(declared, names | _JSON_SCHEMA_BOUNDS)
     if config is not None:
         _set_defaults(schema, schema["$defs"], config.to_dict())
     for part in [schema, *schema["$defs"].values()]:
@@ -74,6 +75,8 @@ def _renamed(node: Any, names: dict[str, str]) -> Any:
         return {names.get(key, key): _renamed(value, names) for key, value in node.items()}
     if isinstance(node, list):
         return [_renamed(item, names) for item in node]
+    if isinstance(node, str) and node.startswith("#/$defs/"):
+        return node.removesuffix("Section")
     return node
 
 

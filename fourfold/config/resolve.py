@@ -1,4 +1,4 @@
-"""Values that follow from others: degrees, batch sizes, precision, widths, counts.
+"""Derived values: degrees, batch sizes, precision, widths, counts.
 
 Every `derived` key of the tree has its value after `resolve`. What cannot be derived is reported
 and replaced by something harmless, so that the checks can still look at the rest.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 
-from fourfold.config.entry import Findings
-from fourfold.config.nearest import multiple_near
-from fourfold.config.pace import Ramp, growth_problem
-from fourfold.config.run import Dtype, Level
-from fourfold.config.tree import Config
+from fourfold.config.batch_schedule import Ramp, growth_problem
+from fourfold.config.schema import Config, Dtype, Level
+from fourfold.config.suggest import multiple_near
+from fourfold.config.yaml_nodes import ConfigFindings
 
 DEFAULT_MICRO_BATCH = 8
 _LEVELS: dict[Dtype, Level | None] = {"float32": None, "bfloat16": "O1", "float16": "O2"}
@@ -25,7 +24,7 @@ _DEGREES = (
 )
 
 
-def resolve(config: Config, findings: Findings, world_size: int | None) -> None:
+def resolve(config: Config, findings: ConfigFindings, world_size: int | None) -> None:
     """Fill in and adjust `config` for `world_size` processes, or for none started (None)."""
     if config.Global.device == "gpu":
         config.Global.device = "cuda"
@@ -45,7 +44,7 @@ def resolve(config: Config, findings: Findings, world_size: int | None) -> None:
     _resolve_usage(config)
 
 
-def _resolve_degrees(config: Config, findings: Findings, world_size: int | None) -> None:
+def _resolve_degrees(config: Config, findings: ConfigFindings, world_size: int | None) -> None:
     layout = config.Distributed
     sharding = layout.sharding.sharding_degree
     others = layout.mp_degree * layout.pp_degree * sharding
@@ -74,7 +73,7 @@ def _resolve_degrees(config: Config, findings: Findings, world_size: int | None)
         layout.dp_degree = fitting
 
 
-def _assumed_dp(config: Config, findings: Findings) -> int:
+def _assumed_dp(config: Config, findings: ConfigFindings) -> int:
     """Before launch the number of processes is unknown; batch sizes may still tell it."""
     sizes = config.Data.batch_size
     sharding = config.Distributed.sharding.sharding_degree
@@ -91,7 +90,7 @@ def _assumed_dp(config: Config, findings: Findings) -> int:
     return dp
 
 
-def _resolve_batch(config: Config, findings: Findings) -> None:
+def _resolve_batch(config: Config, findings: ConfigFindings) -> None:
     sizes = config.Data.batch_size
     dp = config.Distributed.dp_degree
     sharding = config.Distributed.sharding.sharding_degree
@@ -126,7 +125,7 @@ def _resolve_batch(config: Config, findings: Findings) -> None:
     _resolve_micro_batch(config, findings)
 
 
-def _resolve_ramp(config: Config, findings: Findings) -> None:
+def _resolve_ramp(config: Config, findings: ConfigFindings) -> None:
     """What is only whole or growing in steps that divide can be planned by."""
     sizes = config.Data.batch_size
     if sizes.rampup is None:
@@ -137,7 +136,7 @@ def _resolve_ramp(config: Config, findings: Findings) -> None:
         sizes.rampup = None
 
 
-def _resolve_learning_rate(config: Config, findings: Findings) -> None:
+def _resolve_learning_rate(config: Config, findings: ConfigFindings) -> None:
     lr = config.Optimizer.lr
     if lr.decay_steps is None:
         lr.decay_steps = config.Engine.max_steps
@@ -157,7 +156,7 @@ def _resolve_learning_rate(config: Config, findings: Findings) -> None:
             )
 
 
-def _resolve_micro_batch(config: Config, findings: Findings) -> None:
+def _resolve_micro_batch(config: Config, findings: ConfigFindings) -> None:
     sizes = config.Data.batch_size
     local = sizes.local_batch_size
     if sizes.micro_batch_size is None:
@@ -184,7 +183,7 @@ def _resolve_micro_batch(config: Config, findings: Findings) -> None:
     config.Engine.accumulate_steps = steps
 
 
-def _resolve_engine(config: Config, findings: Findings) -> None:
+def _resolve_engine(config: Config, findings: ConfigFindings) -> None:
     engine = config.Engine
     if engine.test_iters is None:
         engine.test_iters = 10 * engine.eval_iters
@@ -199,7 +198,7 @@ def _resolve_engine(config: Config, findings: Findings) -> None:
         )
 
 
-def _resolve_length(config: Config, findings: Findings) -> None:
+def _resolve_length(config: Config, findings: ConfigFindings) -> None:
     """`train_samples` in steps; a smaller `max_steps` of the user's own still ends the run."""
     engine, asked = config.Engine, findings.given("Engine.max_steps")
     steps = config.pace.steps_within(engine.train_samples or 0)
@@ -214,7 +213,7 @@ def _resolve_length(config: Config, findings: Findings) -> None:
     engine.max_steps = min(engine.max_steps, max(steps, 1)) if asked else max(steps, 1)
 
 
-def _resolve_precision(config: Config, findings: Findings) -> None:
+def _resolve_precision(config: Config, findings: ConfigFindings) -> None:
     precision = config.Engine.mix_precision
     names = ("Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.dtype")
     switched: Dtype = "float16" if precision.use_pure_fp16 else "float32"
@@ -236,7 +235,7 @@ def _resolve_precision(config: Config, findings: Findings) -> None:
         precision.level = None
 
 
-def _resolve_model(config: Config, findings: Findings) -> None:
+def _resolve_model(config: Config, findings: ConfigFindings) -> None:
     model = config.Model
     if model.ffn_hidden_size is None:
         model.ffn_hidden_size = 4 * model.hidden_size

@@ -1,9 +1,9 @@
 """Global batch `step` of a run, or one rank's slice of it, as a pure function of the step.
 
 Batch k is samples [k*G, (k+1)*G) for global batch size G, or the k-th stretch of a batch that
-grows (`Pace`); rank r of R takes the r-th contiguous slice of G/R. So the global batch does not
-depend on the number of ranks, and resuming needs the step alone. A batch beyond the last sample is
-an error, never a silent second pass: samples are opened for the length of the run.
+grows (`BatchSchedule`); rank r of R takes the r-th contiguous slice of G/R. So the global batch
+does not depend on the number of ranks, and resuming needs the step alone. A batch beyond the last
+sample is an error, never a silent second pass: samples are opened for the length of the run.
 
 A rank reads its own samples only. How many tokens of the others' count comes from an index
 (`fourfold.data.ends`).
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.data.mixture import Mixture
 from fourfold.data.samples import Samples
 from fourfold.errors import DataError
@@ -51,7 +51,7 @@ class Loader:
     def __init__(
         self,
         samples: Samples | Mixture,
-        global_batch_size: int | Pace,
+        global_batch_size: int | BatchSchedule,
         eos_token_id: int | None = None,
         eod_mask_loss: bool = True,
         reset_position_ids: bool = False,
@@ -61,7 +61,11 @@ class Loader:
         prefetch: int = 2,
         vocab_size: int | None = None,
     ) -> None:
-        pace = Pace(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size
+        pace = (
+            BatchSchedule(global_batch_size)
+            if isinstance(global_batch_size, int)
+            else global_batch_size
+        )
         for batch in pace.batches:
             if batch < 1 or batch % size != 0:
                 raise DataError(

@@ -34,7 +34,7 @@ def describe(
         f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
     )
     if (grows := config.pace).ramp is not None:
-        whole = grows.stretches[-1]
+        whole = grows.phases[-1]
         yield (
             f"batch: grows from {grows.batch_of(0)} to {grows.batch} samples over the first "
             f"{whole.first_step:,} steps, {whole.first_sample:,} samples"

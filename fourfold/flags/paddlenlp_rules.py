@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fourfold.config.nearest import multiple_near
+from fourfold.config.suggest import multiple_near
 from fourfold.flags.paddlenlp_options import Flags
 from fourfold.flags.presets import PRESETS, model_type_of
 from fourfold.flags.translation import Translation

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fourfold.config.nearest import did_you_mean, nearest
+from fourfold.config.suggest import did_you_mean, nearest
 
 ModelType = Literal["gpt", "gpt-cn"]
 

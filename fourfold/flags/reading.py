@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from fourfold.config.nearest import did_you_mean, nearest
+from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.errors import UserError
 
 

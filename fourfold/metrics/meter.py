@@ -24,7 +24,7 @@ from typing import SupportsFloat
 import torch
 from torch.profiler import record_function
 
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 
 BETWEEN_STEPS = ("evaluate", "save")
 PROFILER_PREFIX = "fourfold/"
@@ -70,7 +70,7 @@ class Meter:
     def __init__(
         self,
         *,
-        pace: Pace,
+        pace: BatchSchedule,
         seq_len: int,
         world_size: int = 1,
         logging_freq: int = 1,

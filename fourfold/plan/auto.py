@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config import Config, load_config
-from fourfold.config.wishes import Wishes, read_wishes, without_layout
+from fourfold.config.auto_constraints import LayoutConstraints, read_constraints, without_layout
 from fourfold.engine.expectation import Expectation
 from fourfold.errors import UserError
 from fourfold.plan.advice import impossible
@@ -37,7 +37,7 @@ class Choice:
 
 def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None = None) -> Choice:
     """Plan for `world` ranks and resolve the configuration for the best layout."""
-    wishes = read_wishes(path, overrides)
+    wishes = read_constraints(path, overrides)
     batch = wishes.global_batch_of(world)
     free = without_layout(path, overrides, batch)
     described, origin = describe_cluster(world, cluster, free.Global.device)
@@ -152,7 +152,7 @@ def _gpus() -> tuple[Device, int]:
     return PRESETS[fitting[0]], len(models)
 
 
-def _nothing_fits(made: Plan, wishes: Wishes, world: int) -> str:
+def _nothing_fits(made: Plan, wishes: LayoutConstraints, world: int) -> str:
     if made.costs is not None:
         return "\n".join(impossible(made))
     network, kept = made.subject.network, _kept(wishes)
@@ -165,11 +165,11 @@ def _nothing_fits(made: Plan, wishes: Wishes, world: int) -> str:
     )
 
 
-def _kept(wishes: Wishes) -> str:
+def _kept(wishes: LayoutConstraints) -> str:
     return ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
 
 
-def _lines(made: Plan, best: Candidate, wishes: Wishes, origin: str) -> Iterator[str]:
+def _lines(made: Plan, best: Candidate, wishes: LayoutConstraints, origin: str) -> Iterator[str]:
     looked = 0 if made.costs is None else len(made.costs)
     kept = _kept(wishes)
     yield (

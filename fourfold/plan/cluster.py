@@ -16,7 +16,7 @@ import yaml
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fourfold.config.nearest import did_you_mean, nearest
+from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.errors import UserError
 from fourfold.metrics.peaks import PEAKS
 from fourfold.plan.machine import Machine

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from fourfold.config import Config
-from fourfold.config.legal import divides_model, schedule_fits, stages_fit
+from fourfold.config.rules import divides_model, schedule_fits, stages_fit
 from fourfold.mesh import Layout
 from fourfold.plan.cluster import Cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients

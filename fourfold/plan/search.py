@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fourfold.config.legal import SPLIT_SCHEDULES, divides_model, schedule_fits, stages_fit
+from fourfold.config.rules import SPLIT_SCHEDULES, divides_model, schedule_fits, stages_fit
 from fourfold.plan.cluster import Cluster
 from fourfold.plan.coefficients import Coefficients
 from fourfold.plan.machine import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yaml_text import Load, Problems
 
-from fourfold.config.nearest import nearest
+from fourfold.config.suggest import nearest
 
 
 @pytest.mark.parametrize(

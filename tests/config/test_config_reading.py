@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from yaml_text import Load, Problems
 
 from fourfold.config import Config, load_config
-from fourfold.config.document import parse_scalar
+from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
 from fourfold.config.fields import leaves
-from fourfold.config.spellings import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
+from fourfold.config.yaml_nodes import parse_scalar
 from fourfold.errors import ConfigError
 
 BLOCKS = Path(__file__).parent / "blocks"

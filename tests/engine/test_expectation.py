@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_run import Configure
 
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine
 from fourfold.engine.expectation import Comparison, Expectation
 from fourfold.metrics import Meter, Sinks, Step, read_jsonl
@@ -36,7 +36,7 @@ class Kept:
 def window(seconds: float, batch: int = 8) -> Step:
     """The record of a step that took so long, on a clock of our own."""
     clock = iter([0.0, seconds, seconds])
-    meter = Meter(pace=Pace(batch), seq_len=1, logging_freq=1, clock=lambda: next(clock))
+    meter = Meter(pace=BatchSchedule(batch), seq_len=1, logging_freq=1, clock=lambda: next(clock))
     record = meter.end_step(step=1, epoch=0, batch=0, loss=1.0, learning_rate=0.1)
     assert record is not None and record.batch_seconds == seconds
     return record

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.metrics import Meter, Step
 
 
@@ -40,7 +40,12 @@ def run_step(meter: Meter, clock: Clock, reader: float, compute: float) -> None:
 def test_rates_follow_from_the_time_of_a_step() -> None:
     clock = Clock()
     meter = Meter(
-        pace=Pace(2), seq_len=1024, world_size=8, flops_per_token=1e9, peak_flops=1e12, clock=clock
+        pace=BatchSchedule(2),
+        seq_len=1024,
+        world_size=8,
+        flops_per_token=1e9,
+        peak_flops=1e12,
+        clock=clock,
     )
     run_step(meter, clock, reader=0.1, compute=0.4)
     record = end(meter, 1)
@@ -64,7 +69,7 @@ def test_a_window_reports_the_mean_of_its_steps(
 ) -> None:
     """Also when it starts between two multiples, as after a resume. A triangular sum would fail."""
     clock = Clock()
-    meter = Meter(pace=Pace(2), seq_len=5, logging_freq=logging_freq, clock=clock)
+    meter = Meter(pace=BatchSchedule(2), seq_len=5, logging_freq=logging_freq, clock=clock)
     window: list[float] = []
     for step, seconds in enumerate(times, start=first):
         run_step(meter, clock, reader=seconds / 4, compute=seconds * 3 / 4)
@@ -81,7 +86,7 @@ def test_a_window_reports_the_mean_of_its_steps(
 
 def test_evaluating_and_saving_do_not_make_a_batch_dearer() -> None:
     clock = Clock()
-    meter = Meter(pace=Pace(2), seq_len=5, logging_freq=2, clock=clock)
+    meter = Meter(pace=BatchSchedule(2), seq_len=5, logging_freq=2, clock=clock)
     for step in (1, 2):
         run_step(meter, clock, reader=0, compute=1)
         record = end(meter, step)
@@ -101,7 +106,7 @@ def test_evaluating_and_saving_do_not_make_a_batch_dearer() -> None:
 
 def test_setting_up_is_no_part_of_the_first_step() -> None:
     clock = Clock()
-    meter = Meter(pace=Pace(2), seq_len=5, clock=clock)
+    meter = Meter(pace=BatchSchedule(2), seq_len=5, clock=clock)
     clock.tick(1000)
     run_step(meter, clock, reader=1, compute=1)
     record = end(meter, 1)
@@ -110,7 +115,7 @@ def test_setting_up_is_no_part_of_the_first_step() -> None:
 
 def test_a_failing_phase_is_still_timed_and_leaves_the_meter_usable() -> None:
     clock = Clock()
-    meter = Meter(pace=Pace(2), seq_len=5, clock=clock)
+    meter = Meter(pace=BatchSchedule(2), seq_len=5, clock=clock)
     with pytest.raises(RuntimeError), meter.timed("forward_backward"):
         clock.tick(1)
         raise RuntimeError
@@ -121,7 +126,7 @@ def test_a_failing_phase_is_still_timed_and_leaves_the_meter_usable() -> None:
 
 
 def test_loss_and_norm_may_be_tensors_and_are_those_of_the_last_step() -> None:
-    meter = Meter(pace=Pace(2), seq_len=5, logging_freq=2)
+    meter = Meter(pace=BatchSchedule(2), seq_len=5, logging_freq=2)
     assert end(meter, 1, loss=torch.tensor(5.0)) is None
     record = end(meter, 2, loss=torch.tensor(4.0), grad_norm=torch.tensor(0.5), skipped=3)
     assert record is not None
@@ -136,16 +141,18 @@ def test_unread_values_are_not_converted() -> None:
         def __float__(self) -> float:
             raise AssertionError("read")
 
-    assert end(Meter(pace=Pace(1), seq_len=1, logging_freq=2), 1, loss=Unreadable()) is None
+    assert (
+        end(Meter(pace=BatchSchedule(1), seq_len=1, logging_freq=2), 1, loss=Unreadable()) is None
+    )
 
 
 def test_a_clock_that_stands_still_gives_no_infinity() -> None:
-    record = end(Meter(pace=Pace(2), seq_len=5, clock=Clock()), 1)
+    record = end(Meter(pace=BatchSchedule(2), seq_len=5, clock=Clock()), 1)
     assert record is not None and record.steps_per_second == 0 and record.ips_total == 0
 
 
 def test_unknown_peak_means_no_mfu_and_the_record_says_when_and_how_much_memory() -> None:
-    record = end(Meter(pace=Pace(2), seq_len=5, flops_per_token=1e9), 1, loss=math.nan)
+    record = end(Meter(pace=BatchSchedule(2), seq_len=5, flops_per_token=1e9), 1, loss=math.nan)
     assert record is not None
     assert record.mfu is None and math.isnan(record.loss)
     assert datetime.fromisoformat(record.time).tzinfo is not None

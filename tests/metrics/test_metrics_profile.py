@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.errors import UserError
 from fourfold.metrics import Meter, ProfilerWindow
 from fourfold.metrics.profiler import VIEWS
@@ -22,7 +22,7 @@ def run(directory: Path, steps: int = 6, **options: Any) -> list[str]:
     said: list[str] = []
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
-    meter = Meter(pace=Pace(1), seq_len=1)
+    meter = Meter(pace=BatchSchedule(1), seq_len=1)
     enabled: dict[str, Any] = {"enable": True, "profiler_log": directory, "echo": said.append}
     with ProfilerWindow(**(enabled | options)) as window:
         for _ in range(steps):

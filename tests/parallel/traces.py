@@ -14,7 +14,7 @@ from ranks import on_ranks
 from tiny_run import TINY
 
 from fourfold.config import Config, load_config
-from fourfold.config.pace import Pace
+from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine, saving
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.drift import check_replicas
@@ -130,7 +130,7 @@ def _run(config: Config, world: int) -> Trace:
         update(rate, norm, scale)
 
     engine.optimizer.update = observed  # type: ignore[method-assign]
-    meter, sinks = Meter(pace=Pace(1), seq_len=1), Sinks()
+    meter, sinks = Meter(pace=BatchSchedule(1), seq_len=1), Sinks()
     with StopRequest(engine.output_dir) as stop:
         for step in range(start, STEPS):
             batch = engine.feeds.loaders["train"].batch(step)

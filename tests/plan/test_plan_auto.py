@@ -18,7 +18,7 @@ from tiny_run import FIXTURE, TINY
 from fourfold.cli import main
 from fourfold.cli.training import Run
 from fourfold.config import Config
-from fourfold.config.wishes import asks_for_auto
+from fourfold.config.auto_constraints import is_auto_requested
 from fourfold.errors import ConfigError, UserError
 from fourfold.metrics import read_jsonl
 from fourfold.plan import auto
@@ -366,6 +366,6 @@ def test_a_layout_yet_to_be_chosen_need_not_fit_together_as_written(tmp_path: Pa
 def test_a_file_that_does_not_ask_for_it_keeps_all_of_its_problems(tmp_path: Path) -> None:
     config = write_config(tmp_path, Distributed={"mp_degree": 3})
     wrong = ["Model.num_layer=4"]
-    assert not asks_for_auto(config, wrong)
+    assert not is_auto_requested(config, wrong)
     with pytest.raises(ConfigError, match=r"(?s)mp_degree=3.*did you mean num_layers"):
         Run(config, wrong, auto=False, cluster=None).resolve(2)

@@ -1,4 +1,4 @@
-"""How many samples the steps of a run take: a fixed batch, or one that grows at the start.
+"""The batch-size schedule: a fixed batch, or one that grows at the start of a run.
 
 The growth is Megatron's `--rampup-batch-size START INCREMENT SAMPLES`: the batch begins at START
 and gains INCREMENT each time another equal share of SAMPLES has been read, until it is whole. All
@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Stretch(NamedTuple):
+class Phase(NamedTuple):
     """Steps in a row with the same batch."""
 
     first_step: int  # counted from 0
@@ -42,24 +42,24 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchSchedule:
     """The batch of every step. Steps count from 0, as the loader's batches do."""
 
     batch: int
     ramp: Ramp | None = None
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
-        return list(self._stretches())
+    def phases(self) -> list[Phase]:
+        return list(self._phases())
 
-    def _stretches(self) -> Iterator[Stretch]:
+    def _phases(self) -> Iterator[Phase]:
         step = consumed = 0
         while self.ramp is not None and consumed <= self.ramp.samples:
             size = self.ramp.batch_after(consumed, self.batch)
             steps = self._steps_alike(self.ramp, consumed, size)
-            yield Stretch(step, consumed, size)
+            yield Phase(step, consumed, size)
             step, consumed = step + steps, consumed + steps * size
-        yield Stretch(step, consumed, self.batch)
+        yield Phase(step, consumed, self.batch)
 
     def _steps_alike(self, ramp: Ramp, consumed: int, size: int) -> int:
         """How many steps from here have this batch, before it grows or the ramp ends.
@@ -80,30 +80,30 @@ class Pace:
     @property
     def batches(self) -> list[int]:
         """The sizes that occur, in order."""
-        return list(dict.fromkeys(stretch.batch for stretch in self.stretches))
+        return list(dict.fromkeys(phase.batch for phase in self.phases))
 
     def batch_of(self, step: int) -> int:
-        return self._stretch(step).batch
+        return self._phase(step).batch
 
     def consumed(self, steps: int) -> int:
         """Samples read by the first `steps` steps."""
-        stretch = self._stretch(steps)
-        return stretch.first_sample + (steps - stretch.first_step) * stretch.batch
+        phase = self._phase(steps)
+        return phase.first_sample + (steps - phase.first_step) * phase.batch
 
     def samples_of(self, step: int) -> range:
         return range(self.consumed(step), self.consumed(step + 1))
 
     def steps_within(self, samples: int) -> int:
         """How many steps read at most `samples`."""
-        index = bisect_right(self.stretches, samples, key=lambda stretch: stretch.first_sample) - 1
-        stretch = self.stretches[index]
-        steps = stretch.first_step + (samples - stretch.first_sample) // stretch.batch
-        following = self.stretches[index + 1 : index + 2]
+        index = bisect_right(self.phases, samples, key=lambda phase: phase.first_sample) - 1
+        phase = self.phases[index]
+        steps = phase.first_step + (samples - phase.first_sample) // phase.batch
+        following = self.phases[index + 1 : index + 2]
         return min([steps, *(other.first_step for other in following)])
 
-    def _stretch(self, step: int) -> Stretch:
-        index = bisect_right(self.stretches, step, key=lambda stretch: stretch.first_step) - 1
-        return self.stretches[max(index, 0)]
+    def _phase(self, step: int) -> Phase:
+        index = bisect_right(self.phases, step, key=lambda phase: phase.first_step) - 1
+        return self.phases[max(index, 0)]
 
 
 def growth_problem(ramp: Ramp, whole: int) -> str | None:

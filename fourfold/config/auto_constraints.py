@@ -1,4 +1,4 @@
-"""What a configuration says about the layout before one is chosen for it.
+"""Constraints on an automatic layout: what a configuration fixes before one is chosen for it.
 
 With `Distributed.auto` the layout is free but for what the user fixed: a degree (or the sharding
 stage, the schedule, the stages per rank) that the file sets to something else than its default,
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.config.entry import Report, Tree, find, in_reading_order
 from fourfold.config.load import load_config, read_spelled_out, validate
 from fourfold.config.resolve import DEFAULT_MICRO_BATCH
-from fourfold.config.tree import Config
+from fourfold.config.schema import Config
+from fourfold.config.yaml_nodes import Report, Tree, find, in_reading_order
 from fourfold.errors import ConfigError
 
 # Key -> its name in a plan; the value of a degree that is off.
@@ -49,7 +49,9 @@ NEUTRAL = (
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LayoutConstraints:
+    """What the user fixed of the layout, and the batch it must serve."""
+
     fixed: dict[str, Any]  # by their names in a plan
     keeps_pp_layers: bool
     global_batch: int | None
@@ -64,13 +66,13 @@ class Wishes:
         return (self.local_batch or DEFAULT_MICRO_BATCH) * max(1, world // self.others)
 
 
-def asks_for_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
+def is_auto_requested(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Whether the layout is left to us, told of a file that may be wrong in every other way."""
     entry = find(read_spelled_out(path, overrides, Report()), "Distributed.auto")
     return entry is not None and entry.value is True
 
 
-def read_wishes(path: str | Path, overrides: Sequence[str] = ()) -> Wishes:
+def read_constraints(path: str | Path, overrides: Sequence[str] = ()) -> LayoutConstraints:
     """Only names and types are checked: whether it all goes together is not known yet."""
     report = Report()
     tree = read_spelled_out(path, overrides, report)
@@ -89,7 +91,7 @@ def read_wishes(path: str | Path, overrides: Sequence[str] = ()) -> Wishes:
     keeps = layout.pp_layers is not None and (
         layout.pp_degree > 1 or _overridden(tree, "Distributed.pp_layers")
     )
-    return Wishes(
+    return LayoutConstraints(
         _fixed(config, tree) | (_stages_of(config) if keeps else {}),
         keeps,
         sizes.global_batch_size,
@@ -109,7 +111,7 @@ def as_laid_out(
 ) -> tuple[Config, str | None]:
     """The configuration as `world` ranks would run it, and None; where its layout is not one of
     `world` ranks, what is left of it without one, and why."""
-    wishes = read_wishes(path, overrides)
+    wishes = read_constraints(path, overrides)
     batch = wishes.global_batch_of(world)
     free = without_layout(path, overrides, batch)
     if world % wishes.fewest_ranks:

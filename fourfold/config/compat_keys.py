@@ -1,7 +1,7 @@
-"""Other spellings of the same tree: the 2022 layout under `PreTraining:`, sections pasted inside
-another one, and the key names of later FleetX versions.
+"""Compatibility keys, other spellings of the same tree: the 2022 layout under `PreTraining:`,
+sections pasted inside another one, and the key names of later FleetX versions.
 
-`translate` rewrites them in place to the names of `fourfold.config.tree` and says so. What a
+`translate` rewrites them in place to the names of `fourfold.config.schema` and says so. What a
 spelling asks for and this project does not do is an error when it would change the result, and a
 notice when it would not; nothing is dropped in silence.
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.config.entry import Entry, Report, Tree, find, put, take, value_of, walk
 from fourfold.config.fields import leaves
-from fourfold.config.nearest import did_you_mean, nearest
-from fourfold.config.network import Model
-from fourfold.config.tree import Config
+from fourfold.config.schema import Config, ModelSection
+from fourfold.config.suggest import did_you_mean, nearest
+from fourfold.config.yaml_nodes import Entry, Report, Tree, find, put, take, value_of, walk
 
 SECTIONS = list(Config.model_fields)
 _LATER_DATA = ("Train", "Eval", "Test")
@@ -275,7 +274,7 @@ def _pad_vocabulary(tree: Tree, report: Report) -> None:
         said = f"Model.vocab_size_divisible_unit={_shown(unit)}"
         report.problem(unit.source, f"{said} is not an integer of at least 1")
         return
-    size = value_of(tree, "Model.vocab_size", Model.model_fields["vocab_size"].default)
+    size = value_of(tree, "Model.vocab_size", ModelSection.model_fields["vocab_size"].default)
     mp = value_of(tree, "Distributed.mp_degree", 1)
     if type(size) is not int or type(mp) is not int or mp < 1:
         return  # reported where types are checked

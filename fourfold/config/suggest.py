@@ -1,4 +1,4 @@
-"""What a user may have meant: the names and sizes nearest to those given."""
+"""Suggestions ("did you mean"): the names and sizes nearest to those given."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.config import load_config
-from fourfold.config.pace import Pace, Ramp
+from fourfold.config.batch_schedule import BatchSchedule, Ramp
 from fourfold.errors import ConfigError
 
-DOCUMENT = Pace(1536, Ramp(16, 16, 433870))
+DOCUMENT = BatchSchedule(1536, Ramp(16, 16, 433870))
 
 
 def test_the_175b_ramp_falls_on_its_published_samples():
@@ -20,7 +20,7 @@ def test_the_175b_ramp_falls_on_its_published_samples():
     assert [DOCUMENT.batch_of(step - 1) for step in steps] == [16, 32, 80, 208, 288, 416]
     before = [DOCUMENT.consumed(step - 1) for step in steps]
     assert before == [0, 4992, 18560, 57280, 82160, 117520]
-    assert DOCUMENT.stretches[-1] == (1469, 434608, 1536)
+    assert DOCUMENT.phases[-1] == (1469, 434608, 1536)
     assert DOCUMENT.consumed(2400) == 1864624
     assert DOCUMENT.steps_within(10846761) == 8247
 
@@ -31,19 +31,19 @@ def test_the_175b_ramp_falls_on_its_published_samples():
 )
 def test_every_step_is_what_counting_one_by_one_gives(start, increment, growths, samples, odd):
     ramp, whole = Ramp(start, increment, samples), start + growths * increment
-    pace, consumed = Pace(whole, ramp), 0
+    schedule, consumed = BatchSchedule(whole, ramp), 0
     for step in range(300):
         batch = ramp.batch_after(consumed, whole)
-        assert (pace.batch_of(step), pace.consumed(step)) == (batch, consumed)
-        assert pace.samples_of(step) == range(consumed, consumed + batch)
-        assert pace.steps_within(consumed + odd % batch) == step
+        assert (schedule.batch_of(step), schedule.consumed(step)) == (batch, consumed)
+        assert schedule.samples_of(step) == range(consumed, consumed + batch)
+        assert schedule.steps_within(consumed + odd % batch) == step
         consumed += batch
 
 
 def test_a_fixed_batch_needs_no_ramp():
-    pace = Pace(8)
-    assert (pace.batch_of(7), pace.consumed(7), pace.steps_within(63)) == (8, 56, 7)
-    assert pace.batches == [8]
+    schedule = BatchSchedule(8)
+    assert (schedule.batch_of(7), schedule.consumed(7), schedule.steps_within(63)) == (8, 56, 7)
+    assert schedule.batches == [8]
 
 
 def _load(tmp_path: Path, *overrides: str, world: int | None = None):

@@ -1,0 +1,424 @@
+"""Rules between keys of a resolved configuration: legal layouts, and values that contradict.
+
+Each message gives the values, the constraint they break and what to choose instead. The arithmetic
+of legal layouts at the end is shared with the planner's search.
+"""
+
+from __future__ import annotations
+
+from fourfold.config.schema import Config
+from fourfold.config.yaml_nodes import ConfigFindings
+
+
+def check(config: Config, findings: ConfigFindings) -> None:
+    _check_model(config, findings)
+    _check_data(config, findings)
+    _check_lengths(config, findings)
+    check_layout(config, findings)
+    _check_fusion(config, findings)
+    _check_learning_rate(config, findings)
+    _check_generation(config, findings)
+    _check_profiler(config, findings)
+
+
+def _check_model(config: Config, findings: ConfigFindings) -> None:
+    model = config.Model
+    if model.hidden_size % model.num_attention_heads:
+        findings.problem(
+            f"Model.num_attention_heads={model.num_attention_heads} does not divide "
+            f"Model.hidden_size={model.hidden_size}; "
+            f"choose {divisors(model.hidden_size, model.num_attention_heads)}",
+            "Model.num_attention_heads",
+            "Model.hidden_size",
+        )
+    ratio = model.ffn_hidden_size / model.hidden_size
+    if ratio >= 8:
+        findings.notice(
+            f"Model.ffn_hidden_size={model.ffn_hidden_size} is {ratio:g} times "
+            f"Model.hidden_size={model.hidden_size}; leave it empty for 4 times",
+            "Model.ffn_hidden_size",
+            "Model.hidden_size",
+        )
+    if not model.fuse_attn_qkv:
+        findings.notice(
+            "Model.fuse_attn_qkv=False has no effect: query, key and value are one projection, "
+            "stored head by head",
+            "Model.fuse_attn_qkv",
+        )
+    if model.type_vocab_size != type(model).model_fields["type_vocab_size"].default:
+        findings.notice(
+            f"Model.type_vocab_size={model.type_vocab_size} has no effect: a GPT has no "
+            "token types",
+            "Model.type_vocab_size",
+        )
+    eos = config.Data.dataset.eos_token_id
+    if eos is not None and eos >= model.vocab_size:
+        findings.problem(
+            f"Data.dataset.eos_token_id={eos} is outside Model.vocab_size={model.vocab_size}; "
+            f"choose an id below {model.vocab_size}",
+            "Data.dataset.eos_token_id",
+            "Model.vocab_size",
+        )
+
+
+def _check_data(config: Config, findings: ConfigFindings) -> None:
+    dataset = config.Data.dataset
+    own = {"train": dataset.train_data, "valid": dataset.valid_data, "test": dataset.test_data}
+    names = [f"Data.dataset.{part}_data" for part, value in own.items() if value is not None]
+    if names and dataset.input_dir is not None:
+        findings.problem(
+            f"{', '.join(names)} and Data.dataset.input_dir={dataset.input_dir} contradict: the "
+            "one names each part's data, the other is cut into parts; set one of them to null",
+            *names,
+            "Data.dataset.input_dir",
+        )
+    elif names and own["train"] is None:
+        findings.problem(
+            f"{', '.join(names)} without Data.dataset.train_data leave nothing to train on; give "
+            "train_data too, or input_dir in place of all",
+            *names,
+            "Data.dataset.train_data",
+        )
+    elif names and findings.given("Data.dataset.split"):
+        findings.notice(
+            "Data.dataset.split has no effect: with train_data each part is the whole of its own",
+            "Data.dataset.split",
+            *names,
+        )
+
+
+def _check_lengths(config: Config, findings: ConfigFindings) -> None:
+    positions = config.Model.max_position_embeddings
+    for path, length in (
+        ("Data.dataset.max_seq_len", config.Data.dataset.max_seq_len),
+        ("Eval.max_seq_len", config.Eval.max_seq_len),
+    ):
+        if length > positions and (path.startswith("Data") or findings.given(path)):
+            findings.problem(
+                f"{path}={length} is longer than Model.max_position_embeddings={positions}; "
+                f"choose at most {positions}, or raise max_position_embeddings",
+                path,
+                "Model.max_position_embeddings",
+            )
+    if config.Eval.overlapping_eval > config.Eval.max_seq_len:
+        findings.problem(
+            f"Eval.overlapping_eval={config.Eval.overlapping_eval} would skip tokens between "
+            f"windows of Eval.max_seq_len={config.Eval.max_seq_len}; "
+            f"choose at most {config.Eval.max_seq_len}",
+            "Eval.overlapping_eval",
+            "Eval.max_seq_len",
+            "Data.dataset.max_seq_len",
+        )
+
+
+def _check_fusion(config: Config, findings: ConfigFindings) -> None:
+    layout = config.Distributed
+    degrees = {
+        "mp_degree": layout.mp_degree,
+        "pp_degree": layout.pp_degree,
+        "sharding_degree": layout.sharding.sharding_degree,
+    }
+    above = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    if config.Fused.tensor_fusion and above:
+        findings.problem(
+            f"Fused.tensor_fusion works on one device or with data parallelism alone, not with "
+            f"{', '.join(above)}; turn it off",
+            "Fused.tensor_fusion",
+            "Distributed.mp_degree",
+            "Distributed.pp_degree",
+            "Distributed.sharding.sharding_degree",
+        )
+
+
+def _check_learning_rate(config: Config, findings: ConfigFindings) -> None:
+    lr = config.Optimizer.lr
+    if lr.max_lr < lr.min_lr:
+        findings.notice(
+            f"Optimizer.lr.max_lr={lr.max_lr:g} is below Optimizer.lr.min_lr={lr.min_lr:g}: after "
+            "the warm-up the learning rate rises to min_lr",
+            "Optimizer.lr.max_lr",
+            "Optimizer.lr.min_lr",
+        )
+
+
+def _check_generation(config: Config, findings: ConfigFindings) -> None:
+    generation = config.Generation
+    if generation.min_dec_len > generation.max_dec_len:
+        findings.problem(
+            f"Generation.min_dec_len={generation.min_dec_len} is above "
+            f"Generation.max_dec_len={generation.max_dec_len}; lower one or raise the other",
+            "Generation.min_dec_len",
+            "Generation.max_dec_len",
+        )
+    if generation.decode_strategy != "beam_search":
+        return
+    fewest = max(1, generation.num_return_sequences)
+    if generation.num_beams < fewest:
+        findings.problem(
+            f"Generation.num_beams={generation.num_beams} is too few for "
+            f"decode_strategy=beam_search with "
+            f"num_return_sequences={generation.num_return_sequences}; choose at least {fewest}",
+            "Generation.num_beams",
+            "Generation.decode_strategy",
+            "Generation.num_return_sequences",
+        )
+
+
+def _check_profiler(config: Config, findings: ConfigFindings) -> None:
+    window = config.Profiler.scheduler
+    if window is not None and (len(window) != 2 or window[0] >= window[1]):
+        findings.problem(
+            f"Profiler.scheduler={window} is not [start, end] with start below end; "
+            "choose for example [1, 5]",
+            "Profiler.scheduler",
+        )
+
+
+# -- layouts ------------------------------------------------------------------------------------
+
+
+def check_layout(config: Config, findings: ConfigFindings) -> None:
+    _check_tensor_parallel(config, findings)
+    _check_pipeline(config, findings)
+    _check_sharding(config, findings)
+    _check_growth(config, findings)
+
+
+def _check_tensor_parallel(config: Config, findings: ConfigFindings) -> None:
+    model, mp = config.Model, config.Distributed.mp_degree
+    if model.num_attention_heads % mp:
+        findings.problem(
+            f"Distributed.mp_degree={mp} does not divide "
+            f"Model.num_attention_heads={model.num_attention_heads}; "
+            f"choose {divisors(model.num_attention_heads, mp)}",
+            "Distributed.mp_degree",
+            "Model.num_attention_heads",
+        )
+    if model.vocab_size % mp:
+        padded = -(-model.vocab_size // (128 * mp)) * 128 * mp
+        findings.notice(
+            f"Distributed.mp_degree={mp} does not divide Model.vocab_size={model.vocab_size}; some "
+            f"ranks hold one row more. A vocabulary padded to {padded} would be faster",
+            "Distributed.mp_degree",
+            "Model.vocab_size",
+        )
+    if model.ffn_hidden_size % mp and findings.given("Model.ffn_hidden_size"):
+        findings.problem(
+            f"Distributed.mp_degree={mp} does not divide "
+            f"Model.ffn_hidden_size={model.ffn_hidden_size}; choose a multiple of {mp}",
+            "Model.ffn_hidden_size",
+            "Distributed.mp_degree",
+        )
+    length = config.Data.dataset.max_seq_len
+    if model.sequence_parallel and length % mp:
+        findings.problem(
+            f"Model.sequence_parallel needs Data.dataset.max_seq_len={length} to be a multiple of "
+            f"Distributed.mp_degree={mp}; choose {-(-length // mp) * mp} or turn it off",
+            "Data.dataset.max_seq_len",
+            "Distributed.mp_degree",
+            "Model.sequence_parallel",
+        )
+
+
+def _check_pipeline(config: Config, findings: ConfigFindings) -> None:
+    layout, layers = config.Distributed, config.Model.num_layers
+    pp, per_rank, schedule = layout.pp_degree, layout.virtual_pp_degree, layout.pp_schedule
+    names = ("Distributed.pp_degree", "Distributed.virtual_pp_degree", "Model.num_layers")
+    if pp == 1:
+        for path, value, default in (
+            ("Distributed.pp_schedule", schedule, "1F1B"),
+            ("Distributed.virtual_pp_degree", per_rank, 1),
+            ("Distributed.pp_layers", layout.pp_layers, None),
+        ):
+            if value != default:
+                findings.notice(f"{path}={value} has no effect with pp_degree=1", path, names[0])
+        layout.pp_layers = None
+        return
+    stages = pp * per_rank
+    said = f"Distributed.pp_degree={pp} * virtual_pp_degree={per_rank}"
+    if not stages_fit(layers, pp, per_rank):
+        findings.problem(
+            f"{said} = {stages} stages are more than Model.num_layers={layers}; "
+            f"choose at most {layers} stages",
+            *names,
+        )
+    elif layout.pp_layers is not None:
+        _check_given_layers(layout.pp_layers, stages, layers, findings)
+    elif layers % stages:
+        findings.notice(
+            f"{said} = {stages} stages do not divide Model.num_layers={layers}; the stages in the "
+            "middle hold one layer more and the others wait for them",
+            *names,
+        )
+    _check_schedule(config, findings)
+
+
+def _check_given_layers(
+    given: list[int], stages: int, layers: int, findings: ConfigFindings
+) -> None:
+    if len(given) == stages and sum(given) == layers:
+        return
+    findings.problem(
+        f"Distributed.pp_layers={given} gives {sum(given)} layers to {len(given)} stages, but "
+        f"there are Model.num_layers={layers} and pp_degree * virtual_pp_degree = {stages} stages; "
+        "list one number for each stage that add up, or leave it empty",
+        "Distributed.pp_layers",
+        "Distributed.pp_degree",
+        "Distributed.virtual_pp_degree",
+        "Model.num_layers",
+    )
+
+
+def _check_schedule(config: Config, findings: ConfigFindings) -> None:
+    layout, micro_batches = config.Distributed, config.Engine.accumulate_steps
+    pp, per_rank, schedule = layout.pp_degree, layout.virtual_pp_degree, layout.pp_schedule
+    wanted = stages_per_rank(schedule)
+    if wanted is not None and per_rank != wanted:
+        findings.problem(
+            f"Distributed.virtual_pp_degree={per_rank} does not go with pp_schedule={schedule}, "
+            f"which holds {wanted} stage{'s' * (wanted > 1)} per rank; set it to {wanted}",
+            "Distributed.virtual_pp_degree",
+            "Distributed.pp_schedule",
+        )
+    names = (
+        "Data.batch_size.micro_batch_size",
+        "Data.batch_size.local_batch_size",
+        "Data.batch_size.global_batch_size",
+        "Distributed.pp_degree",
+        "Distributed.pp_schedule",
+        "Distributed.virtual_pp_degree",
+    )
+    said = f"local_batch_size / micro_batch_size = {micro_batches} micro-batches"
+    fewest = fewest_micro_batches(schedule, pp)
+    if micro_batches < fewest:
+        findings.problem(
+            f"{said} are too few for pp_schedule={schedule} with pp_degree={pp}, which needs "
+            f"{fewest}; lower micro_batch_size or raise local_batch_size",
+            *names,
+        )
+    if not falls_into_rounds(schedule, pp, micro_batches):
+        findings.problem(
+            f"{said} do not fall into equal rounds over pp_degree={pp} for pp_schedule={schedule}; "
+            f"choose a multiple of {pp}",
+            *names,
+        )
+
+
+def _check_sharding(config: Config, findings: ConfigFindings) -> None:
+    sharding = config.Distributed.sharding
+    if sharding.sharding_degree > 1:
+        _check_split_schedule(config, findings)
+        return
+    for path, value, default in (
+        ("Distributed.sharding.sharding_stage", sharding.sharding_stage, 1),
+        ("Distributed.sharding.sharding_offload", sharding.sharding_offload, False),
+    ):
+        if value != default:
+            findings.notice(
+                f"{path}={value} has no effect with sharding_degree=1",
+                path,
+                "Distributed.sharding.sharding_degree",
+            )
+
+
+def _check_growth(config: Config, findings: ConfigFindings) -> None:
+    """A batch that grows must be one that the layout can cut at every size it has."""
+    layout, sizes = config.Distributed, config.Data.batch_size
+    ranks = layout.dp_degree * layout.sharding.sharding_degree
+    names = ("Data.batch_size.rampup", "Data.batch_size.micro_batch_size", "Distributed.pp_degree")
+    for size in config.pace.batches[:-1]:
+        if size % (ranks * sizes.micro_batch_size):
+            findings.problem(
+                f"Data.batch_size.rampup={sizes.rampup} has a step of {size} samples, which "
+                f"micro_batch_size={sizes.micro_batch_size} on {ranks} data ranks does not divide; "
+                f"choose a start and an increment that are multiples of "
+                f"{ranks * sizes.micro_batch_size}",
+                *names,
+            )
+            return
+        micro_batches = size // (ranks * sizes.micro_batch_size)
+        if layout.pp_degree > 1 and not schedule_fits(
+            layout.pp_schedule, layout.pp_degree, layout.virtual_pp_degree, micro_batches
+        ):
+            findings.problem(
+                f"Data.batch_size.rampup={sizes.rampup} has a step of {micro_batches} "
+                f"micro-batches, which pp_schedule={layout.pp_schedule} cannot run with "
+                f"pp_degree={layout.pp_degree}; choose a start and an increment that are multiples "
+                f"of {layout.pp_degree * ranks * sizes.micro_batch_size}",
+                *names,
+                "Distributed.pp_schedule",
+            )
+            return
+
+
+def _check_split_schedule(config: Config, findings: ConfigFindings) -> None:
+    layout = config.Distributed
+    stage, schedule = layout.sharding.sharding_stage, layout.pp_schedule
+    if layout.pp_degree > 1 and not keeps_its_shards(schedule, stage):
+        findings.problem(
+            f"Distributed.sharding.sharding_stage={stage} cannot hold with pp_schedule={schedule}, "
+            "which splits the backward pass and keeps weights and gradients whole until its end; "
+            "choose sharding_stage 1, or a schedule such as 1F1B or Interleaved1F1B",
+            "Distributed.sharding.sharding_stage",
+            "Distributed.pp_schedule",
+        )
+
+
+def divisors(number: int, instead_of: int) -> str:
+    """ "1, 2, 4 or 8": what divides `number`, the nearest ones when there are many."""
+    divisors = [value for value in range(1, min(number, 4096) + 1) if number % value == 0]
+    divisors = sorted(sorted(divisors, key=lambda value: abs(value - instead_of))[:8])
+    if len(divisors) == 1:
+        return str(divisors[0])
+    return ", ".join(str(value) for value in divisors[:-1]) + f" or {divisors[-1]}"
+
+
+# -- the arithmetic of legal layouts ------------------------------------------------------------
+
+TWO_STAGE_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
+ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")
+SPLIT_SCHEDULES = ("InterleavedZeroBubble", *TWO_STAGE_SCHEDULES)
+
+
+def divides_model(mp: int, heads: int, ffn: int) -> bool:
+    """Whether every model-parallel rank gets whole heads and an equal share of the ffn width.
+
+    The vocabulary need not divide: some ranks then hold one row more.
+    """
+    return heads % mp == 0 and ffn % mp == 0
+
+
+def stages_fit(layers: int, pp: int, per_rank: int) -> bool:
+    """Uneven stages are allowed, empty ones are not."""
+    return pp * per_rank <= layers
+
+
+def keeps_its_shards(schedule: str, sharding_stage: int) -> bool:
+    """Schedules that split the backward pass need whole weights and gradients in between."""
+    return sharding_stage == 1 or schedule not in SPLIT_SCHEDULES
+
+
+def stages_per_rank(schedule: str) -> int | None:
+    """How many stages a rank holds under `schedule`; None where the user chooses."""
+    if schedule in TWO_STAGE_SCHEDULES:
+        return 2
+    return 1 if schedule in ONE_STAGE_SCHEDULES else None
+
+
+def fewest_micro_batches(schedule: str, pp: int) -> int:
+    return {"1F1B": pp, "DualPipeV": 2 * pp}.get(schedule, 1)
+
+
+def falls_into_rounds(schedule: str, pp: int, micro_batches: int) -> bool:
+    """Interleaved schedules run the micro-batches in equal rounds over the stages."""
+    return schedule not in ROUND_SCHEDULES or micro_batches % max(1, micro_batches // pp) == 0
+
+
+def schedule_fits(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
+    wanted = stages_per_rank(schedule)
+    return (
+        (wanted is None or per_rank == wanted)
+        and micro_batches >= fewest_micro_batches(schedule, pp)
+        and falls_into_rounds(schedule, pp, micro_batches)
+    )

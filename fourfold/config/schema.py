@@ -1,0 +1,623 @@
+"""The configuration schema: every section and key, with its type, default and meaning.
+
+`Config` is the whole tree, resolved and checked by `fourfold.config.load.load_config`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator, PrivateAttr, field_validator
+
+from fourfold.config.batch_schedule import BatchSchedule, Ramp
+from fourfold.config.fields import (
+    LARGEST,
+    BelowOne,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Number,
+    Positive,
+    Probability,
+    Section,
+    derived,
+    key,
+    render_yaml,
+    section,
+)
+from fourfold.config.recipe import Rounding, parse_recipe, parse_split
+
+# -- the run: Global, Engine, Data --------------------------------------------------------------
+
+Seed = Annotated[int, Number, Ge(0), Le(2**32 - 1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Level = Literal["O1", "O2"]
+Interval = Annotated[int, Number, Ge(-1), Le(LARGEST)]
+
+
+class GlobalSection(Section):
+    device: Literal["auto", "cpu", "gpu", "cuda"] = key(
+        "auto",
+        "Where to run: auto takes CUDA devices when there are any and the CPU otherwise; gpu is "
+        "another name for cuda. (FleetX's default was gpu.)",
+    )
+    seed: Seed = key(
+        1024,
+        "Seed of the initial weights, the order of the samples and dropout. The same seed gives "
+        "the same run on any layout.",
+    )
+    tokenizer: str | None = key(
+        None,
+        "Path of a tokenizer.json, or of a directory with tokenizer.json or vocab.json and "
+        "merges.txt, by which prompts are read and text is written. Null takes the one beside a "
+        "foreign checkpoint, else the one the run's data was made with, else GPT-2's where the "
+        "vocabulary has room for it; training on tokens needs none.",
+    )
+    peak_tflops: Literal["measure"] | Positive | None = key(
+        None,
+        "Peak TFLOP/s of one device, the denominator of MFU: a number, or measure to time matrix "
+        "products at start. Null takes the known figure of the device, else MFU is n/a.",
+    )
+
+
+class MixPrecisionSection(Section):
+    use_pure_fp16: bool = derived(
+        "Train in float16 with float32 master weights, the originals' switch. Null follows dtype. "
+        "(FleetX's default was True; here a run without a word about precision is float32.)"
+    )
+    dtype: Dtype = derived(
+        "Arithmetic of the model. Null is float16 with use_pure_fp16, else float32."
+    )
+    level: Level | None = key(
+        None,
+        "How dtype is applied: O1 is autocast with float32 weights, O2 is weights of that type "
+        "with float32 master weights. Null is O1 with bfloat16, O2 with float16; float32 has no "
+        "level.",
+    )
+    scale_loss: Positive = key(32768.0, "Initial dynamic loss scale; used with float16 only.")
+    custom_black_list: list[str] = key(
+        ["reduce_sum", "c_softmax_with_cross_entropy", "elementwise_div"],
+        "Paddle operator names kept in float32. Those with a counterpart here are float32 "
+        "already; the run says which others it cannot map.",
+    )
+    custom_white_list: list[str] = key(
+        ["lookup_table", "lookup_table_v2"],
+        "Paddle operator names computed in the low precision. The run says which it cannot map.",
+    )
+
+    @field_validator("level", mode="before")
+    @classmethod
+    def _level_in_capitals(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+
+class SaveLoadSection(Section):
+    save_steps: Interval = key(
+        1000, "Write a checkpoint every this many steps; 0 or -1 only at the end of the run."
+    )
+    output_dir: str = key(
+        "./output", "Run directory: checkpoints step_N, logs and metrics are written here."
+    )
+    ckpt_dir: str | None = key(
+        None, "Checkpoint to start from: a step_N directory, an output directory, or latest."
+    )
+    keep_last: CountOrZero = key(3, "How many of the newest checkpoints to keep; 0 keeps all.")
+    async_save: bool = key(
+        False,
+        "Write checkpoints in the background: a copy of the state in host memory, and training "
+        "goes on. The next save waits for the one before.",
+    )
+    max_failed_saves: CountOrZero = key(
+        3,
+        "Stop the run after this many failed saves in a row, each tried three times; 0 goes on "
+        "however many fail. The last save of a run must succeed.",
+    )
+    verify_hashes: bool = key(
+        True,
+        "Hash every file of a checkpoint before it is loaded. False checks sizes and headers only, "
+        "so that values changed on the disk go unnoticed.",
+    )
+    auto_resume: bool = key(
+        True, "With ckpt_dir null, continue from the newest whole checkpoint in output_dir."
+    )
+
+
+class EngineSection(Section):
+    max_steps: Count = key(
+        500000,
+        "Stop after this many optimizer steps. With train_samples the run ends at whichever comes "
+        "first.",
+    )
+    train_samples: Count | None = key(
+        None,
+        "Stop when the next step would read more than this many samples; sizes the run by samples, "
+        "as Megatron does.",
+    )
+    num_train_epochs: Count = key(
+        1,
+        "Kept for the originals' files and without effect: max_steps ends the run, and the data "
+        "repeats, reshuffled, as often as that needs.",
+    )
+    accumulate_steps: Count = derived(
+        "Micro-batches per optimizer step on each data rank. Always local_batch_size / "
+        "micro_batch_size; a different value given here is replaced."
+    )
+    logging_freq: Count = key(1, "Print a log line every this many steps.")
+    log_style: Literal["fleetx", "megatron"] = key(
+        "fleetx",
+        "Whose log lines are printed: FleetX's, or those of Megatron-DeepSpeed with consumed "
+        "samples, tokens per GPU per second and TFLOPs. metrics.jsonl is the same with both.",
+    )
+    eval_freq: CountOrZero = key(500, "Evaluate every this many steps; 0 never.")
+    eval_iters: Count = key(10, "Batches per evaluation.")
+    test_iters: CountOrZero = derived(
+        "Batches of the test split at the end of the run; 0 for no test. Null is 10 * eval_iters."
+    )
+    graph_mode: Literal["dynamic", "static"] = key(
+        "dynamic", "dynamic runs the model eagerly, static compiles it with torch.compile."
+    )
+    max_skipped_steps: Count = key(
+        10,
+        "An update with a non-finite loss or gradient is skipped; after this many in a row the "
+        "run stops.",
+    )
+    check_replicas_freq: CountOrZero = key(
+        0,
+        "Every this many steps compare, bit by bit, what several ranks must hold alike; 0 only "
+        "after loading a checkpoint.",
+    )
+    tensorboard: bool = key(True, "Write TensorBoard event files.")
+    tensorboard_dir: str | None = key(
+        None, "Where the TensorBoard event files go. Null is tensorboard in output_dir."
+    )
+    wandb: bool = key(False, "Log to Weights & Biases as well; needs the wandb package.")
+    mix_precision: MixPrecisionSection = section(MixPrecisionSection, "Number formats of training.")
+    save_load: SaveLoadSection = section(
+        SaveLoadSection, "Checkpoints: when, where, and what to start from."
+    )
+
+
+class BatchSizeSection(Section):
+    global_batch_size: Count = derived(
+        "Samples per optimizer step over all ranks. Null is local_batch_size * dp_degree * "
+        "sharding_degree."
+    )
+    local_batch_size: Count = derived(
+        "Samples per optimizer step on one data rank. Null is global_batch_size / (dp_degree * "
+        "sharding_degree); with both null it is micro_batch_size, else 8."
+    )
+    micro_batch_size: Count = derived(
+        "Samples per forward pass. Null is the largest divisor of local_batch_size up to 8 that "
+        "leaves a micro-batch for every pipeline stage. (FleetX's default was 8.)"
+    )
+    rampup: list[Count] | None = key(
+        None,
+        "[start, increment, samples]: begin with a global batch of start and raise it by increment "
+        "in equal parts of the first samples, up to global_batch_size. Null is whole from the "
+        "start.",
+    )
+
+    @field_validator("rampup")
+    @classmethod
+    def _check_rampup(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and len(value) != 3:
+            raise ValueError(
+                "give three numbers: start, increment, samples, such as [16, 16, 1000]"
+            )
+        return value
+
+
+def _split_text(value: Any) -> Any:
+    """`[969, 30, 1]`, as later FleetX files write it, is '969,30,1'."""
+    if isinstance(value, list):
+        return ",".join(str(part) for part in value)
+    return value
+
+
+class DatasetSection(Section):
+    input_dir: str | list[str] | None = key(
+        None,
+        "Token files: a directory (every dataset in it is used), a dataset's path without its "
+        "suffix, a list of such paths, or a mixture of weights and paths, '0.35 A 0.65 B' or the "
+        "same as a list. A weight is a share of the samples. Training needs this or train_data.",
+    )
+    train_data: str | list[str] | None = key(
+        None, "In place of input_dir: the training data, all of it; split does not apply."
+    )
+    valid_data: str | list[str] | None = key(
+        None, "The validation data when train_data is given; null is none."
+    )
+    test_data: str | list[str] | None = key(
+        None, "The test data when train_data is given; null is none."
+    )
+    blend_rounding: Rounding = key(
+        "megatron_core",
+        "How the samples of a mixture are rounded in the orders megatron and fleetx. "
+        "megatron_core mixes ceil(N w) of each source and opens half a percent more; "
+        "megatron_deepspeed mixes all it opens, ceil(N w 1.005).",
+    )
+    split: Annotated[str, BeforeValidator(_split_text)] = key(
+        "949,50,1",
+        "Shares of the documents for training, validation and test, in file order; comma or "
+        "slash separated. Missing parts are 0.",
+    )
+    split_rounding: Rounding = derived(
+        "Which document the parts of a split meet at. megatron_core rounds the shares added up so "
+        "far; megatron_deepspeed, whose rule is FleetX's too, rounds each share and takes what "
+        "that adds up to off every border. Null is blend_rounding, and megatron_deepspeed in the "
+        "order fleetx."
+    )
+    max_seq_len: Count = key(1024, "Tokens per sample.")
+    order: Literal["megatron", "fleetx", "elastic"] = key(
+        "megatron",
+        "Order of documents before samples are cut: megatron shuffles them over all epochs, "
+        "fleetx keeps file order, elastic shuffles each epoch by itself. Samples are shuffled in "
+        "all. Only with elastic may max_steps or a mixture change without repeating or missing "
+        "samples.",
+    )
+    eos_token_id: CountOrZero | None = key(
+        None,
+        "Id of the end-of-text token in the data. Null takes what the data's manifest says, else "
+        "50256 (GPT-2's) when the vocabulary has it.",
+    )
+    eod_mask_loss: bool = key(
+        True, "Leave out of the loss the positions whose input is the end-of-text token."
+    )
+    reset_position_ids: bool = key(
+        False, "Count positions from 0 again after each end-of-text token of a sample."
+    )
+    reset_attention_mask: bool = key(
+        False,
+        "Keep the documents of a sample apart: a token attends to earlier tokens of its own "
+        "document only, up to and including its end-of-text token.",
+    )
+    cache_dir: str | None = key(
+        None,
+        "Directory of the sample index caches. Null keeps them beside the data, or in the user's "
+        "cache directory where that cannot be written.",
+    )
+    allow_tokenizer_mismatch: bool = key(
+        False,
+        "Train although the data was made with another tokenizer than Global.tokenizer, than the "
+        "checkpoint's data, or than one that fits Model.vocab_size.",
+    )
+    prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
+
+    @field_validator("input_dir", "train_data", "valid_data", "test_data")
+    @classmethod
+    def _check_recipe(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None:
+            parse_recipe(value)
+        return value
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, text: str) -> str:
+        parse_split(text)
+        return text
+
+
+class DataSection(Section):
+    batch_size: BatchSizeSection = section(
+        BatchSizeSection, "global = local * data ranks; local = micro * accumulate_steps."
+    )
+    dataset: DatasetSection = section(
+        DatasetSection, "Which tokens are read, and how they become samples."
+    )
+
+
+# -- the network and its layout: Model, Distributed, Fused, Optimizer ---------------------------
+
+
+class ModelSection(Section):
+    vocab_size: Count = key(
+        50304,
+        "Rows of the token embedding; at least the tokenizer's size, best a multiple of mp_degree.",
+    )
+    hidden_size: Count = key(2048, "Width of the residual stream.")
+    num_layers: Count = key(24, "Transformer layers.")
+    num_attention_heads: Count = key(16, "Attention heads; divides hidden_size.")
+    ffn_hidden_size: Count = derived(
+        "Width inside the feed-forward block. Null is 4 * hidden_size."
+    )
+    hidden_dropout_prob: BelowOne = key(
+        0.1,
+        "Dropout after the embeddings and on the output of each attention and feed-forward block.",
+    )
+    attention_probs_dropout_prob: BelowOne = key(0.1, "Dropout of the attention probabilities.")
+    max_position_embeddings: Count = key(
+        1024, "Learned positions: the longest sequence the model can read; at least max_seq_len."
+    )
+    type_vocab_size: Count = key(
+        16, "Kept for the originals' files and without effect: a GPT has no token types."
+    )
+    initializer_range: NotNegative = key(
+        0.02, "Standard deviation of the normal distribution of initial weights and embeddings."
+    )
+    depth_scaled_init: bool = key(
+        False,
+        "Divide the initial deviation of the two projections that write to the residual stream by "
+        "sqrt(2 * num_layers), as GPT-2 does.",
+    )
+    use_recompute: bool = key(
+        True,
+        "Recompute activations in the backward pass instead of keeping them: less memory, more "
+        "time.",
+    )
+    recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = key(
+        None,
+        "What is recomputed: full is every layer, full_attn the attention block, core_attn only "
+        "softmax(QK^T)V. Memory in that order, least first. Null is full with use_recompute.",
+    )
+    fused_linear: bool = key(
+        True, "Compute each matrix product and its bias addition in one operation. Same numbers."
+    )
+    fuse_attn_qkv: bool = key(
+        True,
+        "One projection for query, key and value, stored head by head. This is always so; False "
+        "is accepted and changes nothing.",
+    )
+    sequence_parallel: bool = key(
+        False,
+        "With mp_degree above 1, split the activations between the tensor-parallel blocks along "
+        "the sequence too. Same numbers but for where dropout falls, less memory.",
+    )
+    loss_chunk_tokens: Count = key(
+        1024, "Tokens whose logits exist at one time while the loss is computed; bounds its memory."
+    )
+
+
+class ShardingSection(Section):
+    sharding_degree: Count = key(
+        1, "Data ranks that share one copy of the state named by sharding_stage."
+    )
+    sharding_stage: Literal[1, 2, 3] = key(
+        1,
+        "What is divided: 1 the optimizer state, 2 the gradients as well, 3 the parameters too.",
+    )
+    sharding_offload: bool = key(
+        False, "Keep the divided state in CPU memory and copy it to the device when needed."
+    )
+
+
+PipelineSchedule = Literal[
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "LoopedBFS",
+    "DualPipeV",
+]
+
+
+class DistributedSection(Section):
+    auto: bool = key(
+        False,
+        "Let fourfold train choose the layout for the processes it has, by its cost model; "
+        "`Distributed: auto` says the same. Degrees above 1 and whatever -o sets are kept.",
+    )
+    dp_degree: Count = derived(
+        "Copies of the model that each read their own samples. Null is what the number of "
+        "processes leaves: processes / (mp_degree * pp_degree * sharding_degree)."
+    )
+    mp_degree: Count = key(
+        1,
+        "Ranks that share each layer (tensor parallel); divides the heads and the ffn width.",
+    )
+    pp_degree: Count = key(1, "Pipeline stages: ranks that each hold some of the layers.")
+    pp_schedule: PipelineSchedule = key(
+        "1F1B",
+        "Order of forward and backward passes in the pipeline. 1F1B and GPipe hold one stage per "
+        "rank, ZBVZeroBubble and DualPipeV two, the others virtual_pp_degree.",
+    )
+    virtual_pp_degree: Count = key(1, "Stages per pipeline rank, for the interleaved schedules.")
+    pp_layers: list[Count] | None = key(
+        None,
+        "Layers of each pipeline stage, first stage first. Null shares them out as evenly as can "
+        "be, with the longer stages in the middle.",
+    )
+    timeout_seconds: Positive = key(
+        600.0,
+        "How long a rank may wait for the others before the run is given up; the launcher takes "
+        "a run for hung after as long without progress.",
+    )
+    sharding: ShardingSection = section(
+        ShardingSection, "Group sharding (ZeRO). The world is dp * pp * sharding * mp processes."
+    )
+
+
+class FusedSection(Section):
+    tensor_fusion: bool = key(
+        False,
+        "Keep parameters and gradients in a few flat buffers, so that the optimizer runs few large "
+        "operations. Only on one device or with data parallelism alone.",
+    )
+
+
+class LearningRateSection(Section):
+    decay_steps: Count = derived(
+        "Step at which the learning rate reaches min_lr. Null is max_steps. (FleetX's default was "
+        "360000.)"
+    )
+    warmup_rate: Probability = key(
+        0.01, "The learning rate rises linearly over the first warmup_rate * decay_steps steps."
+    )
+    decay_samples: Count | None = key(
+        None,
+        "In place of decay_steps: the samples after which the learning rate is min_lr. The rate "
+        "then follows the samples read before a step, as Megatron's does, so the first step of a "
+        "warm-up has rate 0. Null with warmup_samples given is the samples of the whole run.",
+    )
+    warmup_samples: NotNegative | None = key(
+        None,
+        "The learning rate rises over this many samples. Null with decay_samples given is "
+        "warmup_rate * decay_samples.",
+    )
+    decay_style: Literal["cosine", "linear", "constant"] = key(
+        "cosine", "How the rate falls from max_lr to min_lr; constant stays at max_lr."
+    )
+    max_lr: NotNegative = key(
+        5.0e-5,
+        "Learning rate at the end of the warm-up. (FleetX's default, 1e-5, was below its min_lr.)",
+    )
+    min_lr: NotNegative = key(
+        1.0e-5,
+        "Learning rate at the end of the cosine decay and after. (FleetX's default was 5e-5.)",
+    )
+
+
+class OptimizerSection(Section):
+    weight_decay: NotNegative = key(
+        0.0, "Decoupled weight decay of matrices and embeddings; biases and norms have none."
+    )
+    adam_beta1: BelowOne = key(0.9, "Decay of AdamW's average of gradients.")
+    adam_beta2: BelowOne = key(0.999, "Decay of AdamW's average of squared gradients.")
+    adam_epsilon: Positive = key(1.0e-8, "Added to AdamW's denominator.")
+    grad_clip: NotNegative = key(0.0, "Largest global norm of the gradient; 0 does not clip.")
+    lr: LearningRateSection = section(LearningRateSection, "Linear warm-up, then cosine decay.")
+
+
+# -- use of a model: Generation, Inference, Eval, Profiler --------------------------------------
+
+
+class GenerationSection(Section):
+    decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = key(
+        "sampling", "How the next token is chosen."
+    )
+    top_k: CountOrZero = key(5, "Sample among the k most probable tokens; 0 among all.")
+    top_p: Annotated[float, Number, Gt(0), Le(1)] = key(
+        1.0, "Sample among the most probable tokens whose probabilities add up to top_p or more."
+    )
+    temperature: Positive = key(1.0, "Logits are divided by it: below 1 sharper, above 1 flatter.")
+    repetition_penalty: Positive = key(
+        1.0, "Above 1, tokens that already occurred become less likely; 1 changes nothing."
+    )
+    min_dec_len: CountOrZero = key(1, "Fewest tokens to generate before the end-of-text token.")
+    max_dec_len: Count = key(16, "Most tokens to generate.")
+    num_return_sequences: Count = key(1, "Texts generated for each prompt.")
+    num_beams: CountOrZero = key(0, "Beams of beam_search; unused by the other strategies.")
+    length_penalty: Annotated[float, Number] = key(
+        1.0, "Exponent of the length that beam scores are divided by: above 0 favours longer texts."
+    )
+    early_stopping: bool = key(False, "End beam_search as soon as num_beams finished texts exist.")
+    seed: Seed | None = key(None, "Seed of sampling. Null takes Global.seed.")
+    stop: list[str] = key([], "A text ends before the first of these strings; not for beam_search.")
+
+
+class InferenceSection(Section):
+    model_dir: str = derived(
+        "Directory of FleetX's exported model. Without effect: nothing is exported here, and "
+        "checkpoints serve as they are. Null is output_dir."
+    )
+    mp_degree: Count = derived(
+        "Tensor-parallel ranks of FleetX's inference. Without effect: generation is spread as "
+        "Distributed says. Null is Distributed.mp_degree."
+    )
+    weights: Literal["float32", "bfloat16", "float16", "int8"] = key(
+        "float32",
+        "Number format of the weights for generation and serving. The narrower ones are faster "
+        "and less exact; int8 rounds activations too and runs in one process on a CPU only.",
+    )
+
+
+class EvalSection(Section):
+    eval_path: str | None = key(
+        None, "File to evaluate on: raw text for perplexity, JSON lines with `text` for cloze."
+    )
+    cloze_eval: bool = key(
+        False, "True measures the accuracy of the last word (LAMBADA), False perplexity (WikiText)."
+    )
+    overlapping_eval: Count = derived(
+        "Tokens between the starts of two perplexity windows; only the new ones of each count. "
+        "Null is Eval.max_seq_len, windows side by side."
+    )
+    ckpt_dir: str | None = key(
+        None, "Checkpoint to evaluate. Null takes Engine.save_load.ckpt_dir."
+    )
+    batch_size: Count = key(8, "Windows or examples per forward pass.")
+    max_seq_len: Count = derived("Tokens per window. Null is Data.dataset.max_seq_len.")
+    logging_freq: Count = key(100, "Print progress every this many batches.")
+    detokenize: bool = key(
+        True, "Undo WikiText's spacing ( @-@ , a blank before each comma) before perplexity."
+    )
+    part: Literal["train", "valid", "test"] = key(
+        "valid", "Part of Data.dataset that is evaluated when eval_path is null."
+    )
+    max_tokens: Count | None = key(
+        None, "Tokens of Data.dataset to evaluate, from the first on. Null is all of the part."
+    )
+
+
+class ProfilerSummarySection(Section):
+    overview: bool = key(True, "Print the share of each kind of work.")
+    device: bool = key(False, "Print the use of each device.")
+    model: bool = key(True, "Print the time of each part of the step.")
+    dist: bool = key(False, "Print communication against computation.")
+    kernel: bool = key(True, "Print the device kernels.")
+    op: bool = key(True, "Print the operators.")
+    mem: bool = key(False, "Print memory by operator.")
+    memcpy: bool = key(False, "Print copies between memories.")
+    udf: bool = key(False, "Print user-marked ranges.")
+
+
+class ProfilerSection(Section):
+    enable: bool = key(False, "Record a profile of the run and write a Chrome trace.")
+    scheduler: list[CountOrZero] | None = key(
+        None, "[start, end]: profile the steps from start up to, not including, end. Null is all."
+    )
+    ranks: list[CountOrZero] = key(
+        [0],
+        "Ranks that are profiled. Each writes a trace of its own; the tables of rank 0 go to "
+        "the run's log, those of the others to their own.",
+    )
+    profiler_log: str = key("profiler_log", "Directory the trace is written to.")
+    detailed: bool = key(False, "Print every summary table, whatever summary says.")
+    record_shapes: bool = key(True, "Record the shapes of operator inputs.")
+    profile_memory: bool = key(True, "Record memory use.")
+    summary: ProfilerSummarySection = section(
+        ProfilerSummarySection, "Tables printed at the end of the profile."
+    )
+
+
+# -- the whole tree -----------------------------------------------------------------------------
+
+
+class Config(Section):
+    """One attribute per section; `notices` holds what the user should be told about the result."""
+
+    Global: GlobalSection = section(GlobalSection, "The machine and the seed.")
+    Engine: EngineSection = section(EngineSection, "The training loop.")
+    Data: DataSection = section(DataSection, "Batch sizes and training data.")
+    Model: ModelSection = section(ModelSection, "The network.")
+    Distributed: DistributedSection = section(
+        DistributedSection, "How the model and the batch are spread over processes."
+    )
+    Fused: FusedSection = section(FusedSection, "Fusions that change speed and not results.")
+    Optimizer: OptimizerSection = section(OptimizerSection, "AdamW and its learning rate.")
+    Generation: GenerationSection = section(GenerationSection, "Text generation.")
+    Inference: InferenceSection = section(InferenceSection, "The exported model.")
+    Eval: EvalSection = section(EvalSection, "Offline evaluation of a checkpoint.")
+    Profiler: ProfilerSection = section(ProfilerSection, "Where the time of a step goes.")
+
+    _notices: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def notices(self) -> list[str]:
+        """Old spellings used, values adjusted, keys without effect: one line each."""
+        return self._notices
+
+    @property
+    def pace(self) -> BatchSchedule:
+        """The samples of every step, once the batch is resolved."""
+        sizes = self.Data.batch_size
+        ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)
+        return BatchSchedule(sizes.global_batch_size, ramp)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump()
+
+    def to_yaml(self, comments: bool = True) -> str:
+        """The resolved tree; with comments each key is preceded by its description."""
+        return render_yaml(type(self), self.to_dict(), comments=comments)
