@@ -110,7 +110,7 @@ def _environment_int(name: str, default: int) -> int:
 
 def select_device(wanted: str) -> torch.device:
     """`auto` takes a GPU when there is one; `gpu` and `cuda` insist on it."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if is_cpu(wanted):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
@@ -122,6 +122,11 @@ def select_device(wanted: str) -> torch.device:
     # DeviceMesh would choose by LOCAL_RANK itself if it found CUDA unused.
     torch.cuda.init()
     return device
+
+
+def is_cpu(wanted: str) -> bool:
+    """Whether `Global.device` means the CPU, here."""
+    return wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available())
 
 
 def _device_index(visible: int) -> int:

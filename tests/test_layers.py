@@ -9,8 +9,7 @@ import pytest
 
 ORDER = (
     "errors heartbeat waiting signals processors shards config tokenizer data model mesh parallel "
-    "optim metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
-    "metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
+    "cost optim metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
 )
 LINE = ORDER.split()
 PACKAGE = Path(__file__).parent.parent / "fourfold"

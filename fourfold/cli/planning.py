@@ -250,7 +250,7 @@ def _fix_value(field: str, value: str, said: str) -> object:
     from typing import get_args
 
     from fourfold.config.schema import PipelineSchedule
-    from fourfold.plan.workload import RECOMPUTE_MODES
+    from fourfold.cost.workload import RECOMPUTE_MODES
 
     if field == "sequence_parallel":
         choices: Any = {"true": True, "1": True, "false": False, "0": False}

@@ -12,11 +12,11 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from fourfold.config import Config
-from fourfold.mesh import fake_mesh
+from fourfold.cost.memory import memory_of
+from fourfold.cost.workload import Network, software_of, spread_of
+from fourfold.mesh import fake_mesh, is_cpu
 from fourfold.model import GPT, ModelShape
-from fourfold.model.activations import activation_bytes
 from fourfold.parallel import Runner, layout_of, parallelize
-from fourfold.parallel.stages import count_stages
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def own_share(config: Config, runner: Runner) -> Share:
         master_bytes=itemsize if separate else 0,
         gradient_bytes=gradients,
         moment_bytes=2 * itemsize,
-        activation_bytes=int(_activation_bytes(config, runner, len(numbers))),
+        activation_bytes=int(_activation_bytes(config, mesh.place["pp"])),
     )
 
 
@@ -84,35 +84,12 @@ def _layer_bytes(part: GPT, runner: Runner) -> int:
     )
 
 
-def _activation_bytes(config: Config, runner: Runner, layers: int) -> float:
-    layout, model = runner.mesh.layout, config.Model
-    length, batch = config.Data.dataset.max_seq_len, config.Data.batch_size
-    return activation_bytes(
-        ModelShape.of(model),
-        layers,
-        batch.micro_batch_size * length,
-        length,
-        runner.precision.dtype.itemsize,
-        in_flight=_in_flight(config, runner.mesh.place["pp"]),
-        holds_head=any(part.is_last for part in runner.parts),
-        recompute=model.recompute_granularity if model.use_recompute else None,
-        mp=layout.mp,
-        sequence_parallel=model.sequence_parallel,
-    )
-
-
-def _in_flight(config: Config, pp_rank: int) -> float:
-    """Micro-batches whose activations a pipeline rank holds at its busiest, all its stages taken
-    together as one."""
-    pp, micro = config.Distributed.pp_degree, config.Engine.accumulate_steps
-    if pp == 1:
-        return 1
-    if config.Distributed.pp_schedule in ("GPipe", "LoopedBFS"):
-        return micro
-    if config.Distributed.pp_schedule == "1F1B":
-        return min(micro, pp - pp_rank)
-    # Interleaved schedules start on later stages while earlier ones are still under way.
-    return min(micro, pp + (pp - 1) * pp / count_stages(config))
+def _activation_bytes(config: Config, pp_rank: int) -> float:
+    """What the forward pass keeps, and the logits: the price that `fourfold plan` names too."""
+    network = Network.of(ModelShape.of(config.Model), config.Data.dataset.max_seq_len)
+    software = software_of(config, on_cpu=is_cpu(config.Global.device))
+    price = memory_of(network, spread_of(config), software, pp_rank)
+    return float(price["activations"] + price["logits"])
 
 
 def census(config: Config, runner: Runner) -> list[Share]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fourfold.config import Config
+from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
 from fourfold.engine.expectation import Comparison, Expectation
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
@@ -26,8 +27,7 @@ from fourfold.metrics import (
 )
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
-from fourfold.model import ModelShape, flops_per_token
-from fourfold.model.flops import megatron_deepspeed_flops_per_token
+from fourfold.model import ModelShape
 from fourfold.parallel import Precision
 from fourfold.waiting import waited
 

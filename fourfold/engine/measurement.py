@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.config import Config
-from fourfold.model import ModelShape, flops_per_token
-from fourfold.model.flops import megatron_deepspeed_flops_per_token
+from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
+from fourfold.model import ModelShape
 
 NOT_MEASURED = (
     "evaluations, checkpoints, a batch that grows, and whatever comes after the first iterations"

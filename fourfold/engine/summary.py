@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fourfold.config import Config
+from fourfold.cost.flops import flops_per_token
 from fourfold.data import Mixture
 from fourfold.data.mixture import shares_of
 from fourfold.data.split import PARTS
 from fourfold.engine.census import census, describe_ranks
 from fourfold.engine.feeds import Feeds
 from fourfold.mesh import Layout
-from fourfold.model import ModelShape, count_parameters, flops_per_token
+from fourfold.model import ModelShape, count_parameters
 from fourfold.model.init import untrained_loss
 from fourfold.parallel import Runner
 

@@ -1,6 +1,5 @@
 """The network itself: single-device code that knows nothing of distribution."""
 
-from fourfold.model.flops import flops_per_token
 from fourfold.model.gpt import GPT
 from fourfold.model.init import initialize
 from fourfold.model.params import ModelShape, ParamTable
@@ -10,7 +9,6 @@ __all__ = [
     "ModelShape",
     "ParamTable",
     "count_parameters",
-    "flops_per_token",
     "initialize",
     "network_of",
     "table_of",

@@ -1,7 +1,7 @@
 """Planning: what a layout needs and how long its steps take, before anything runs."""
 
+from fourfold.cost.memory import memory_of
 from fourfold.plan.cluster import Cluster, parse_cluster
-from fourfold.plan.memory import memory_of
 from fourfold.plan.planner import Candidate, Plan, candidate_of, plan
 from fourfold.plan.steptime import step_time_of
 

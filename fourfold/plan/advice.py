@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fourfold.cost.memory import fullest_stage
+from fourfold.cost.workload import Spread
 from fourfold.plan.cluster import GIB, PRESETS, Cluster
-from fourfold.plan.memory import fullest_stage
 from fourfold.plan.planner import CUT, Candidate, Fit, Plan, candidate_of, fit_of
 from fourfold.plan.search import legal_spreads, one_spread
 from fourfold.plan.subject import Subject
-from fourfold.plan.workload import Spread
 
 WORTH_SAYING = 0.005  # of the step time or of the memory
 IMPLAUSIBLE = 0.75  # of the peak: no training run reaches it

@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 
 from fourfold.config import load_config
+from fourfold.cost.flops import flops_per_token
+from fourfold.cost.terms import Floats
+from fourfold.cost.workload import spread_of
 from fourfold.errors import UserError
 from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
-from fourfold.model import flops_per_token
 from fourfold.parallel import layout_of
 from fourfold.plan.advice import physics_check
 from fourfold.plan.cluster import GIB, Cluster
 from fourfold.plan.coefficients import load_coefficients
 from fourfold.plan.fitting import fit_numbers
 from fourfold.plan.planner import Candidate, candidate_of
-from fourfold.plan.subject import Subject, own_spread, subject_of
-from fourfold.plan.terms import Floats
+from fourfold.plan.subject import Subject, subject_of
 
 FEWEST_STEPS = 5
 LAYOUT_NOTICE = "layout: "  # begins the line of a log that names the layout
@@ -146,7 +147,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _predict(subject: Subject, cluster: Cluster) -> Candidate:
-    spread = own_spread(subject.config)
+    spread = spread_of(subject.config)
     return candidate_of(subject, spread, cluster.with_world(int(spread.world)), load_coefficients())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fourfold.cost.workload import Network, Software, Spread
 from fourfold.plan.cluster import (
     GIB,
     MEMORY_BAND_CPU,
@@ -43,7 +44,6 @@ from fourfold.plan.measuring import (
     measure_together,
 )
 from fourfold.plan.steptime import OPTIMIZER_BYTES
-from fourfold.plan.workload import Network, Software, Spread
 from fourfold.processors import num_processors
 
 

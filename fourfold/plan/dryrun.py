@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fourfold.config import Config
+from fourfold.cost.memory import stage_parameters
+from fourfold.cost.workload import spread_of
 from fourfold.engine.census import Share, in_bytes, own_share
 from fourfold.engine.loop import build_optimizer
 from fourfold.errors import UserError
@@ -24,8 +26,7 @@ from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
 from fourfold.parallel import Runner, assemble, draft, layout_of
 from fourfold.plan.counting import SENT, Counting, Traffic
-from fourfold.plan.memory import stage_parameters
-from fourfold.plan.subject import own_spread, subject_of
+from fourfold.plan.subject import subject_of
 from fourfold.plan.timeline import Timeline, timeline_of
 from fourfold.shards import local
 
@@ -166,7 +167,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     place = layout.coordinates(rank)
     placed = ", ".join(f"{axis} {place[axis]}" for axis in AXES)
     yield f"rank {rank} of {layout.world_size}, layout {layout}: {placed}"
-    subject, spread = subject_of(config), own_spread(config)
+    subject, spread = subject_of(config), spread_of(config)
     planned = stage_parameters(subject.network, spread, place["pp"], place["mp"])
     yield (
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.cost.terms import Floats
+from fourfold.cost.workload import Network, Software, Spread, columns
 from fourfold.plan.coefficients import NAMES, Coefficients
 from fourfold.plan.fitting import fit_numbers
 from fourfold.plan.machine import Machine, machine_columns
 from fourfold.plan.published import FITTED_FAMILIES, Run
 from fourfold.plan.steptime import step_time_of
-from fourfold.plan.terms import Floats
-from fourfold.plan.workload import Network, Software, Spread, columns
 
 # What each family weighs in the fit, however many rows it has.
 WEIGHTS = {"vtrain single": 150, "vtrain multi": 60, "llm-foundry a100": 60, "llm-foundry h100": 40}

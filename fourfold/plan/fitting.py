@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fourfold.plan.terms import Floats
+from fourfold.cost.terms import Floats
 
 Predict = Callable[[Floats], Floats]  # numbers -> residuals
 

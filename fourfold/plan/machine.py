@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.plan.terms import Numbers
+from fourfold.cost.terms import Numbers
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ import numpy as np
 
 from fourfold.config import Config
 from fourfold.config.rules import divides_model, schedule_fits, stages_fit
+from fourfold.cost.memory import fullest_stage
+from fourfold.cost.terms import Breakdown
+from fourfold.cost.workload import Spread, spread_of
 from fourfold.mesh import Layout
 from fourfold.plan.cluster import Cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
-from fourfold.plan.memory import fullest_stage
 from fourfold.plan.search import Costs, Fixed, concerns, one_spread, search
 from fourfold.plan.steptime import step_time_of
-from fourfold.plan.subject import Subject, own_spread, subject_of
-from fourfold.plan.terms import Breakdown
-from fourfold.plan.workload import Spread
+from fourfold.plan.subject import Subject, subject_of
 
 Fit = Literal["fits", "tight", "no"]
 COMMUNICATION = ("tensor parallel", "pipeline sends", "data parallel")
@@ -237,7 +237,7 @@ CUT = ("mp", "pp", "dp", "sharding")
 
 def _own(subject: Subject, cluster: Cluster) -> tuple[Spread | None, str | None]:
     """The file's layout with the data degree this cluster gives, or why it cannot be."""
-    spread, network = own_spread(subject.config), subject.network
+    spread, network = spread_of(subject.config), subject.network
     others = spread.mp * spread.pp * spread.sharding
     if cluster.world % others:
         return None, (

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.cost.flops import forward_flops
+from fourfold.cost.workload import Network, Software, Spread
 from fourfold.errors import UserError
-from fourfold.model.flops import forward_flops
 from fourfold.plan.cluster import PRESETS, Cluster, Device, find_device
 from fourfold.plan.machine import Machine
-from fourfold.plan.workload import Network, Software, Spread
 
 FILE = Path(__file__).with_name("published_runs.csv")
 TIME_METRICS = {

@@ -19,14 +19,14 @@ from typing import TypeVar
 import numpy as np
 
 from fourfold.config.rules import SPLIT_SCHEDULES, divides_model, schedule_fits, stages_fit
+from fourfold.cost.memory import fullest_stage
+from fourfold.cost.terms import Breakdown, Floats
+from fourfold.cost.workload import RECOMPUTE_MODES, Spread, take
 from fourfold.plan.cluster import Cluster
 from fourfold.plan.coefficients import Coefficients
 from fourfold.plan.machine import Machine
-from fourfold.plan.memory import fullest_stage
 from fourfold.plan.steptime import step_time_of
 from fourfold.plan.subject import Subject
-from fourfold.plan.terms import Breakdown, Floats
-from fourfold.plan.workload import RECOMPUTE_MODES, Spread, take
 
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.cost.memory import fullest_stage, memory_of
+from fourfold.cost.terms import Floats
+from fourfold.cost.workload import CONTEXT_BYTES, FRAGMENTATION, Network, Software, Spread
 from fourfold.model import ModelShape
 from fourfold.plan.cluster import MEMORY_BAND, PRESETS, parse_cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
 from fourfold.plan.evidence import KINDS, Evidence, fit_published
-from fourfold.plan.memory import fullest_stage, memory_of
 from fourfold.plan.published import (
     FILE,
     FITTED_FAMILIES,
@@ -28,9 +30,6 @@ from fourfold.plan.published import (
     published_runs,
 )
 from fourfold.plan.steptime import step_time_of
-from fourfold.plan.subject import CONTEXT_BYTES, FRAGMENTATION
-from fourfold.plan.terms import Floats
-from fourfold.plan.workload import Network, Software, Spread
 
 FEWEST_TO_RANK = 3
 NOISY = {"bigscience v100"}  # its authors warn that the same run varied by 40 %

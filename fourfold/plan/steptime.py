@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fourfold.cost.memory import stage_parameters
+from fourfold.cost.terms import Breakdown, Numbers, Term
+from fourfold.cost.workload import Network, Software, Spread
 from fourfold.plan.coefficients import Coefficients
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
 from fourfold.plan.machine import (
@@ -20,9 +23,6 @@ from fourfold.plan.machine import (
     gather_seconds,
     send_seconds,
 )
-from fourfold.plan.memory import stage_parameters
-from fourfold.plan.terms import Breakdown, Numbers, Term
-from fourfold.plan.workload import Network, Software, Spread
 
 DETERMINISTIC = 1.15  # Megatron's own figure for its deterministic mode
 BACKWARD_SHARE = 0.6  # of a micro-batch: gradients of a step can hide behind its last backward pass

@@ -13,8 +13,7 @@ from fourfold.config import Config, load_config
 from fourfold.errors import ConfigError, UserError
 from fourfold.flags.megatron import Vocabulary, notices, read_vocabulary, translate, write_config
 from fourfold.flags.megatron_rules import read_flags
-from fourfold.model import ModelShape
-from fourfold.model.flops import count_parameters
+from fourfold.model import ModelShape, count_parameters
 from fourfold.optim import build_schedule
 
 GPT2_SIZE = 50257

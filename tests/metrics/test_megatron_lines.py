@@ -14,13 +14,13 @@ import yaml
 from tiny_run import TINY
 
 from fourfold.config import Config, load_config
+from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
 from fourfold.engine import Engine
 from fourfold.engine.instruments import line_style
 from fourfold.engine.measurement import measurement
 from fourfold.metrics import Console, Meter, Sinks, Step
 from fourfold.metrics.lines import LineStyle, MegatronLines
-from fourfold.model import ModelShape, flops_per_token
-from fourfold.model.flops import megatron_deepspeed_flops_per_token
+from fourfold.model import ModelShape
 from fourfold.optim import build_schedule
 
 # The log published with the 175B benchmark: iterations 5 to 10 of its measurement, and iteration

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fourfold.model import GPT, ModelShape, count_parameters, flops_per_token, initialize
+from fourfold.cost.flops import flops_per_token
+from fourfold.model import GPT, ModelShape, count_parameters, initialize
 from fourfold.model.gpt import Linear
 from fourfold.model.init import ROWS_PER_BLOCK, initialize_shards, untrained_loss
 from fourfold.shards import Shard

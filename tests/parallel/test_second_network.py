@@ -19,13 +19,14 @@ from traces import SAVED_STEP, Workshop, deviation, relative, whole
 
 from fourfold import checkpoint, model
 from fourfold.config import Config
+from fourfold.cost.memory import stage_parameters
+from fourfold.cost.workload import spread_of
 from fourfold.engine.census import fake_census
 from fourfold.model import GPT, ModelShape, ParamTable, count_parameters
 from fourfold.model.gpt import CoreAttention, LayerNorm, Linear
 from fourfold.model.params import Param, linear_rows, norm_rows
 from fourfold.plan.dryrun import dry_run
-from fourfold.plan.memory import stage_parameters
-from fourfold.plan.subject import own_spread, subject_of
+from fourfold.plan.subject import subject_of
 
 
 @cache
@@ -174,7 +175,7 @@ def test_is_counted_and_priced(layout: str, workshop: Workshop) -> None:
     with torch.device("meta"):
         assert count_parameters(shape) == sum(p.numel() for p in SecondNetwork(shape).parameters())
     assert sum(share.counted for share in fake_census(config)) == count_parameters(shape)
-    subject, spread = subject_of(config), own_spread(config)
+    subject, spread = subject_of(config), spread_of(config)
     assert subject.parameters == count_parameters(shape)
     for rank in range(case.world):
         ran = dry_run(config, rank)

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from fourfold.cli import app
 from fourfold.config import Config, load_config
+from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters
+from fourfold.cost.traffic import traffic_of
+from fourfold.cost.workload import Spread, spread_of
 from fourfold.errors import UserError
 from fourfold.parallel.stages import layers_of_stages, stages_of_rank
 from fourfold.plan.counting import Traffic
 from fourfold.plan.dryrun import DryRun, dry_run
-from fourfold.plan.memory import layers_of_stage, memory_of, stage_parameters
-from fourfold.plan.subject import own_spread, subject_of
-from fourfold.plan.traffic import traffic_of
-from fourfold.plan.workload import Spread
+from fourfold.plan.subject import subject_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt"
 SMALL = {
@@ -95,7 +95,7 @@ def wire_bytes(traffic: Traffic) -> dict[str, int]:
 
 def check_holding(config: Config, ran: DryRun) -> None:
     """Parameters to the last one; bytes too, but that a shard is of whole rows."""
-    subject, spread = subject_of(config), own_spread(config)
+    subject, spread = subject_of(config), spread_of(config)
     place = ran.layout.coordinates(ran.share.rank)
     parameters = stage_parameters(subject.network, spread, place["pp"], place["mp"])
     assert ran.parameters == parameters
@@ -118,7 +118,7 @@ def check_holding(config: Config, ran: DryRun) -> None:
 )
 def test_formulas_agree_with_the_real_code(small: Path, name: str) -> None:
     config = load_config(small, LAYOUTS[name])
-    subject, spread = subject_of(config), own_spread(config)
+    subject, spread = subject_of(config), spread_of(config)
     world = int(spread.world)
     for rank in sorted({0, world // 2, world - 1} if spread.pp > 1 else {0, world - 1}):
         ran = dry_run(config, rank)

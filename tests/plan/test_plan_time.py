@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from planned_networks import gpt
 from torch.utils.flop_counter import FlopCounterMode
 
-from fourfold.model.flops import forward_flops
+from fourfold.cost.flops import forward_flops
+from fourfold.cost.workload import RECOMPUTE_MODES, Software, Spread, columns
 from fourfold.plan.cluster import parse_cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
 from fourfold.plan.fitting import fit_numbers
 from fourfold.plan.machine import Group, all_reduce_seconds, gather_seconds
 from fourfold.plan.steptime import step_time_of
-from fourfold.plan.workload import RECOMPUTE_MODES, Software, Spread, columns
 
 MACHINE = parse_cluster("16x8xA100-80G").machine("bfloat16")
 MODEL = gpt(24, 2048, 16, 8192, 51200, 1024)

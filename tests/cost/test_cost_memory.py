@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_networks import gpt
 
-from fourfold.model import ModelShape, count_parameters
-from fourfold.plan.memory import (
+from fourfold.cost.memory import (
     activation_bytes,
     fullest_stage,
     memory_of,
     micro_batches_in_flight,
     stage_parameters,
 )
-from fourfold.plan.workload import RECOMPUTE_MODES, Network, Software, Spread
+from fourfold.cost.workload import RECOMPUTE_MODES, Network, Software, Spread
+from fourfold.model import ModelShape, count_parameters
 
 FLEETX = Software(flash=False, gradient_bytes=2, logit_bytes=6)
 GPT3 = gpt(96, 12288, 96, 49152, 51200, 2048)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.plan.terms import Breakdown, Numbers, Term
-from fourfold.plan.workload import Network, Software, Spread
+from fourfold.cost.terms import Breakdown, Numbers, Term
+from fourfold.cost.workload import Network, Software, Spread
+from fourfold.parallel.stages import V_SCHEDULES
 
 
 def layers_of_stage(network: Network, spread: Spread, rank: Numbers) -> Numbers:
     """Layers of pipeline rank `rank`, in all of its stages; parallel/stages.py has the rule."""
     schedule = np.asarray(spread.schedule)
-    in_v = (schedule == "ZBVZeroBubble") | (schedule == "DualPipeV")
+    in_v = np.isin(schedule, V_SCHEDULES)
     held: Numbers = 0
     for turn in range(int(np.max(spread.virtual))):
         onward = np.asarray(rank) + turn * np.asarray(spread.pp)
@@ -59,7 +60,7 @@ def stage_parameters(
 def stage_ends(spread: Spread, stage: Numbers) -> tuple[Numbers, Numbers]:
     """Whether pipeline rank `stage` has the network's first stage, and whether its last."""
     schedule = np.asarray(spread.schedule)
-    in_v = (schedule == "ZBVZeroBubble") | (schedule == "DualPipeV")
+    in_v = np.isin(schedule, V_SCHEDULES)
     first = np.asarray(stage) == 0
     return first, np.where(in_v, first, np.asarray(stage) == spread.pp - 1)
 
@@ -79,15 +80,29 @@ def _norm_parameters(network: Network, spread: Spread, stage: Numbers) -> Number
 
 
 def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:
-    """Micro-batches whose activations a stage holds at its fullest."""
-    p, v, m = spread.pp, spread.virtual, spread.micro_batches
+    """Micro-batches whose activations pipeline rank `stage` holds at its fullest, each counted for
+    all of the rank's layers: of its `v` stages, one micro-batch in one of them is a `v`-th.
+
+    This is what torch's schedules hold. Where a schedule splits the backward pass, activations stay
+    until the gradients of the weights are there.
+    """
+    p, v, m = (np.asarray(number) for number in (spread.pp, spread.virtual, spread.micro_batches))
     schedule = np.asarray(spread.schedule)
-    one_f_one_b = p - stage
-    interleaved = (2 * (p - stage - 1) + (v - 1) * p + 1) / v
-    held = np.where(np.asarray(v) > 1, interleaved, one_f_one_b)
-    held = np.where((schedule == "GPipe") | (schedule == "LoopedBFS"), m, held)
-    held = np.where((schedule == "ZBVZeroBubble") | (schedule == "DualPipeV"), p + 1, held)
-    return np.minimum(held, m)
+    rounds = np.maximum(1, m // p)
+    ahead = (v - 1) * (m // rounds)  # forward passes of earlier stages before the last one's first
+    in_v = np.minimum(2 * p, m + 1 + stage)
+    held = np.select(
+        [
+            (schedule == "GPipe") | (schedule == "LoopedBFS"),
+            schedule == "Interleaved1F1B",
+            schedule == "InterleavedZeroBubble",
+            schedule == "ZBVZeroBubble",
+            schedule == "DualPipeV",
+        ],
+        [v * m, ahead + 2 * (p - 1 - stage) + 1, ahead + p, in_v, 2 * p + 1],
+        default=p - stage,  # 1F1B
+    )
+    return np.minimum(held, v * m) / v
 
 
 def activation_bytes(network: Network, spread: Spread, software: Software) -> dict[str, Numbers]:
@@ -101,7 +116,7 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     norms = 2 * software.norm_bytes / split
     attention_in = mlp_in = c / np.where(software.regathers, split, 1) + mask / split
     heads = c * (2 + 2 * kv) / t  # query, keys, values, and what the output projection reads
-    table = np.where(network.attention_dropout, 2 * c + 1, c) / t
+    table = np.where(network.attention_dropout, 2 * c + software.score_mask_bytes, c) / t
     sequences = spread.micro_batch / spread.context
     scores = np.where(
         software.flash,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.plan.memory import layers_of_stage, own_words, stage_ends, stage_parameters
-from fourfold.plan.terms import Numbers
-from fourfold.plan.workload import Network, Software, Spread
+from fourfold.cost.memory import layers_of_stage, own_words, stage_ends, stage_parameters
+from fourfold.cost.terms import Numbers
+from fourfold.cost.workload import Network, Software, Spread
+from fourfold.parallel.stages import V_SCHEDULES
 
 
 def traffic_of(
@@ -79,7 +80,7 @@ def _replicas(network: Network, spread: Spread, software: Software, stage: Numbe
 def _messages(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
     """An output to the next stage and a gradient to the one before, where another rank has it."""
     schedule, v = np.asarray(spread.schedule), spread.virtual
-    in_v = (schedule == "ZBVZeroBubble") | (schedule == "DualPipeV")
+    in_v = np.isin(schedule, V_SCHEDULES)
     first = np.asarray(stage) == 0
     final = np.asarray(stage) == spread.pp - 1
     round_trip = 2 * v - np.where(first, 1, 0) - np.where(final, 1, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from fourfold.model.params import ModelShape
+from fourfold.model import ModelShape, table_of
 
 Recompute = Literal["full", "full_attn", "core_attn"]
 
@@ -51,6 +51,21 @@ def forward_flops(
     )
 
 
+def _forward_flops_of(shape: ModelShape, seq_len: int, causal: bool) -> ForwardFlops:
+    """Of a network of ours: every matrix of its table multiplies each token once."""
+    matrices = [row for row in table_of(shape).layer() if row.is_matrix]
+    by_place = {
+        inside: 2 * sum(row.numel for row in matrices if row.in_attention is inside)
+        for inside in (True, False)
+    }
+    return ForwardFlops(
+        core=4 * seq_len * shape.hidden_size * (0.5 if causal else 1.0),
+        projections=by_place[True],
+        mlp=by_place[False],
+        head=2 * shape.vocab_size * shape.hidden_size,
+    )
+
+
 def flops_per_token(
     shape: ModelShape,
     seq_len: int,
@@ -62,9 +77,7 @@ def flops_per_token(
 
     `recompute` given counts hardware FLOPs: the forward parts that run a second time.
     """
-    parts = forward_flops(
-        shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size, seq_len, causal=causal
-    )
+    parts = _forward_flops_of(shape, seq_len, causal)
     repeated = {
         None: 0.0,
         "core_attn": parts.core,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fourfold.cost.workload import Network
 from fourfold.model import ModelShape
-from fourfold.plan.workload import Network
 
 
 def gpt(layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq: int) -> Network:

@@ -1,4 +1,4 @@
-"""What is planned: a network, its layout over ranks, and the habits of the software that runs it.
+"""What a price depends on: a network, its layout over ranks, the habits of the software.
 
 Each class is a row of plain numbers. Any field may instead be an array, one entry per layout; the
 formulas of memory.py and steptime.py work on both. `columns` turns many rows into one such row.
@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fourfold.config import Config
+from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, table_of
-from fourfold.plan.terms import Numbers
 
 RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "full")
 
@@ -124,6 +125,7 @@ class Software:
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
     attention_copies: Numbers = 0  # more of what attention gives than its one reader keeps
     flash: Numbers = True  # attention never holds the table of scores
+    score_mask_bytes: Numbers = 1  # of dropout, per score, where it does hold them
     logit_bytes: Numbers = 12  # per logit held at once
     logit_tokens: Numbers = np.inf  # of a chunk of logits; at most two chunks are held at once
     overlap: Numbers = 1.0  # share of gradient communication that may hide behind backward
@@ -155,3 +157,70 @@ def take(row: Row, index: Any) -> Row:
         value = np.asarray(getattr(row, field.name))
         values[field.name] = value[index] if value.ndim else value
     return type(row)(**values)
+
+
+# -- what a configuration asks for ----------------------------------------------------------------
+
+CONTEXT_BYTES, CONTEXT_BYTES_CPU = 2.0e9, 0.33e9
+FRAGMENTATION = 0.05
+
+
+def software_of(config: Config, *, on_cpu: bool) -> Software:
+    """The habits of Fourfold itself, as its parallel code has them:
+
+    - O2 keeps weights in the low type and fp32 masters; O1 keeps fp32 weights and, through each
+      micro-batch, the low-type copies autocast makes of them;
+    - with sharding, master weights and moments are divided; the weights multiplied with are whole
+      in stages 1 and 2 and gathered layer by layer in stage 3; gradients are whole in stage 1;
+    - norms keep their input in fp32, gradients add up in fp32, logits exist for a chunk of tokens;
+    - with sequence parallelism the gathered inputs of a block are kept for its backward pass.
+    """
+    precision, model = config.Engine.mix_precision, config.Model
+    low = precision.dtype != "float32"
+    masters = precision.level == "O2"
+    return Software(
+        compute_bytes=2 if low else 4,
+        weight_bytes=2 if masters else 4,
+        master_bytes=4 if masters else 0,
+        gradient_bytes=4,
+        lasting_gradients=config.Fused.tensor_fusion,
+        # A processor's fused attention gives its heads in another order than they are read in.
+        attention_copies=1 if on_cpu else 0,
+        reduce_bytes=4,
+        gather_bytes=2 if masters else 4,
+        cast_bytes=2 if low and not masters else 0,
+        residual_bytes=2 if masters else 4,
+        norm_bytes=4,
+        wide_norms=masters,
+        regathers=False,
+        stops_early=True,
+        # On a CPU torch has no flash attention with dropout.
+        flash=not (on_cpu and model.attention_probs_dropout_prob > 0),
+        score_mask_bytes=(2 if low else 4) if on_cpu else 1,
+        # In place; in low precision there is also the product, and the gradient for the next.
+        logit_bytes=6 if low else 4,
+        logit_tokens=model.loss_chunk_tokens,
+        # A processor that moves messages does not compute meanwhile.
+        overlap=0.0 if on_cpu else 1.0,
+        fused=config.Engine.graph_mode == "static",
+        reserve_bytes=CONTEXT_BYTES_CPU if on_cpu else CONTEXT_BYTES,
+        reserve_share=0.0 if on_cpu else FRAGMENTATION,
+    )
+
+
+def spread_of(config: Config) -> Spread:
+    """The layout the file itself asks for."""
+    layout, sharding = config.Distributed, config.Distributed.sharding
+    return Spread(
+        mp=layout.mp_degree,
+        pp=layout.pp_degree,
+        dp=layout.dp_degree,
+        sharding=sharding.sharding_degree,
+        stage=sharding.sharding_stage,
+        micro_batch=config.Data.batch_size.micro_batch_size,
+        micro_batches=config.Engine.accumulate_steps,
+        recompute=config.Model.recompute_granularity or "none",
+        sequence_parallel=config.Model.sequence_parallel and layout.mp_degree > 1,
+        schedule=layout.pp_schedule,
+        virtual=layout.virtual_pp_degree,
+    )
