@@ -178,13 +178,13 @@ class Stages:
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
-    from fourfold.data.blend import blend_index, normalised
-    from fourfold.data.indices import (
+    from fourfold.data.index import (
         build_document_index,
         build_sample_index,
         build_shuffle_index,
         plan_indices,
     )
+    from fourfold.data.mixture import blend_index, normalised
 
     stages, sizes = Stages(), read_sizes(arguments)
     plan = plan_for(arguments, sizes, plan_indices)
@@ -201,7 +201,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(arguments: argparse.Namespace) -> dict[str, Any]:
-    from fourfold.data.indices import plan_indices
+    from fourfold.data.index import plan_indices
 
     loops = ctypes.CDLL(str(arguments.dir / "peer.so"))
     stages, sizes = Stages(), np.require(read_sizes(arguments), requirements="A")
@@ -237,7 +237,7 @@ def peer(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_samples(arguments: argparse.Namespace) -> dict[str, Any]:
-    from fourfold.data import Samples, open_datasets
+    from fourfold.data import Samples, SampleSpec, open_datasets
 
     sources = open_datasets(arguments.dir / "tokens")
     samples = int(arguments.documents * arguments.mean / arguments.seq_len * 0.9)
@@ -245,7 +245,9 @@ def open_samples(arguments: argparse.Namespace) -> dict[str, Any]:
     _ = sources[0].fingerprint
     fingerprint = time.perf_counter() - start
     cache_dir = arguments.dir / "cache"
-    Samples.open(sources, "1", "train", arguments.seq_len, samples, SEED, cache_dir=cache_dir)
+    Samples.open(
+        sources, SampleSpec("1", "train", arguments.seq_len, SEED, cache_dir=cache_dir), samples
+    )
     return {"open": time.perf_counter() - start, "fingerprint": fingerprint}
 
 

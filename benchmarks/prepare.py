@@ -77,7 +77,7 @@ def compare(directory: Path, options: argparse.Namespace) -> None:
 
 def repeated_corpus(directory: Path, num_bytes: int) -> Path:
     """The text of this Python installation, over and over until it is large enough."""
-    from fourfold.data.corpus import write_corpus
+    from fourfold.tools.prepare.corpus import write_corpus
 
     path = directory / f"repeated_{num_bytes}.jsonl"
     if not path.exists():

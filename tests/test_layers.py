@@ -9,7 +9,8 @@ import pytest
 
 ORDER = (
     "errors heartbeat waiting signals processors shards config tokenizer data model mesh parallel "
-    "cost optim metrics checkpoint convert engine generate evaluate serve plan launch cli flags"
+    "cost optim metrics checkpoint convert tools engine generate evaluate serve plan launch cli "
+    "flags"
 )
 LINE = ORDER.split()
 PACKAGE = Path(__file__).parent.parent / "fourfold"
@@ -51,3 +52,11 @@ def test_light_parts_import_no_torch(part: str) -> None:
     for file in FILES:
         if part_of(file) == part:
             assert "import torch" not in file.read_text(), file
+
+
+def test_training_imports_no_tools() -> None:
+    """The tools around token files may grow without making training slower to read or start."""
+    doors = {"tools", "cli", "flags"}
+    for file in FILES:
+        if part_of(file) not in doors:
+            assert "tools" not in imported_parts(file), file

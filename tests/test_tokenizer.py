@@ -18,8 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerFile
 
 from fourfold.data import open_datasets
-from fourfold.data.agreement import check_agreement, check_checkpoint_tokenizer
-from fourfold.data.prepare import prepare
+from fourfold.data.tokenizer_check import check_agreement, check_checkpoint_tokenizer
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import (
     END_OF_TEXT,
@@ -27,6 +26,7 @@ from fourfold.tokenizer import (
     canonical_identity,
     train,
 )
+from fourfold.tools.prepare.pipeline import prepare
 
 VOCAB_SIZE = 1500
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

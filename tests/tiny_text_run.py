@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from fourfold.config import Config, load_config
-from fourfold.data.prepare import prepare
 from fourfold.engine import Engine
 from fourfold.tokenizer import Tokenizer, train
+from fourfold.tools.prepare.pipeline import prepare
 
 TEXT = "the cat sat on a mat and the dog ran after it while rain fell over old stone walls"
 VOCAB = 300

@@ -1,36 +1,38 @@
-"""Progress of `fourfold data prepare`: a bar in a terminal, a line now and then elsewhere."""
+"""Progress bar of long commands on standard error; without a terminal, a line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from fourfold.data.prepare import Progress
+    from fourfold.tools.prepare.pipeline import PrepareProgress
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class PrepareProgress:
-    """Shows what `prepare_files` reports, on standard error."""
+class ProgressBar:
+    """Shows how much is done, with a text beside it; without a terminal, the text in lines."""
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._last_line = self._begin
-        self._phase = ""
+    def __init__(self, transient: bool = False) -> None:
+        self._last_line = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            self._bar = Bar(
-                BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True)
+            self._bar = Progress(
+                BarColumn(),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                transient=transient,
             )
             self._task = self._bar.add_task("starting", total=1.0)
 
-    def __enter__(self) -> PrepareProgress:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -39,22 +41,55 @@ class PrepareProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, progress: Progress) -> None:
-        seconds = time.monotonic() - self._begin
-        text = progress_line(progress, seconds)
+    def show(self, share: float, text: str, at_once: bool = False) -> bool:
+        """Whether the text was printed as a line: `at_once`, or since the last is long ago."""
         if self._bar is not None:
-            share = progress.source_bytes / max(1, progress.source_total)
             self._bar.update(self._task, completed=share, description=text)
-            return
-        finished = progress.source_bytes == progress.source_total
-        due = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
-        if due or (finished and progress.phase != self._phase):
-            print(text, file=sys.stderr, flush=True)
-            self._last_line = time.monotonic()
-            self._phase = progress.phase
+            return False
+        now = time.monotonic()
+        if not at_once and now - self._last_line < SECONDS_BETWEEN_LINES:
+            return False
+        print(text, file=sys.stderr, flush=True)
+        self._last_line = now
+        return True
 
 
-def progress_line(progress: Progress, seconds: float) -> str:
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """To be called with the bytes done and the bytes to do."""
+    begin = time.monotonic()
+    with ProgressBar(transient=True) as bar:
+
+        def show(done: int, total: int) -> None:
+            speed = max(done, 1) / max(time.monotonic() - begin, 1e-9)
+            share = done / max(total, 1)
+            bar.show(
+                share,
+                f"{what}: {share:.0%} of {total / 1e6:,.0f} MB, {speed / 1e6:,.0f} MB/s, "
+                f"{(total - done) / speed:,.0f} s left",
+            )
+
+        yield show
+
+
+@contextmanager
+def prepare_progress() -> Iterator[Callable[[PrepareProgress], None]]:
+    """To be called with what `prepare_files` reports; a phase that begins is always shown."""
+    begin, phase = time.monotonic(), ""
+    with ProgressBar() as bar:
+
+        def show(progress: PrepareProgress) -> None:
+            nonlocal phase
+            has_read_all = progress.source_bytes == progress.source_total
+            share = progress.source_bytes / max(1, progress.source_total)
+            text = progress_line(progress, time.monotonic() - begin)
+            if bar.show(share, text, at_once=has_read_all and progress.phase != phase):
+                phase = progress.phase
+
+        yield show
+
+
+def progress_line(progress: PrepareProgress, seconds: float) -> str:
     """Rates of this run; the time left from how fast it reads the input."""
     share = progress.source_bytes / max(1, progress.source_total)
     if progress.phase != "tokenizing":

@@ -53,9 +53,9 @@ def quickstart(
 
 def make_data(directory: Path, vocab_size: int, max_mb: float | None) -> None:
     """Corpus, tokenizer and token files; what an earlier run finished is kept."""
-    from fourfold.data.corpus import write_corpus
-    from fourfold.data.prepare import prepare, read_jsonl
     from fourfold.tokenizer import Tokenizer, train
+    from fourfold.tools.prepare.corpus import write_corpus
+    from fourfold.tools.prepare.pipeline import prepare, read_jsonl
 
     prefix = directory / "data" / "python_text_document"
     if prefix.with_suffix(".json").exists():

@@ -1,4 +1,4 @@
-"""Global batch `step` of a run, or one rank's slice of it, as a pure function of the step.
+"""The data loader: a rank's slice of global batch `step`, as a pure function of the step.
 
 Batch k is samples [k*G, (k+1)*G) for global batch size G, or the k-th stretch of a batch that
 grows (`BatchSchedule`); rank r of R takes the r-th contiguous slice of G/R. So the global batch
@@ -6,7 +6,7 @@ does not depend on the number of ranks, and resuming needs the step alone. A bat
 sample is an error, never a silent second pass: samples are opened for the length of the run.
 
 A rank reads its own samples only. How many tokens of the others' count comes from an index
-(`fourfold.data.ends`).
+(`fourfold.data.index`).
 
 A sample is a stretch of tokens that may hold pieces of several documents. Inside it a document
 ends with its end-of-text token, and the token after that begins the next.

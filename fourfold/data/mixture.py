@@ -1,18 +1,19 @@
-"""Samples of several sources served as one sequence, each source by its share.
+"""Mixtures: samples of several sources served as one sequence, each source by its share (a blend).
 
-Which source a sample comes from is decided by `fourfold.data.blend`; within a source its samples
-come in their own order, none skipped. `Mixture.open` gives each source as many as its share of
-the run needs.
+Which source a sample comes from is decided by Megatron's greedy rule (`choose_sources`, below);
+within a source its samples come in their own order, none skipped. `Mixture.open` gives each source
+as many as its share of the run needs.
 
 In the orders megatron and fleetx a mixture is what the originals make of the same weights: other
 weights or another length are another sequence. In elastic order a mixture may change while a run
-is under way. `Progress` says what was served before the present weights began; from there each
-source goes on with the sample after the last one it served.
+is under way. `MixtureProgress` says what was served before the present weights began; from there
+each source continues with the sample after the last one it served.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add, le
@@ -23,17 +24,23 @@ import numpy as np
 
 from fourfold.config.recipe import Rounding
 from fourfold.data import cache
-from fourfold.data.blend import blend_key, blend_sizes, normalised, open_blend
-from fourfold.data.dataset import TokenDataset
-from fourfold.data.samples import Samples, Stream
-from fourfold.data.split import PARTS, document_ranges
+from fourfold.data.datasets import TokenDataset
+from fourfold.data.samples import Samples, SampleSpec, SampleStream
 from fourfold.errors import DataError
 
 log = logging.getLogger(__name__)
 
+# Of the blend; the comment above `choose_sources` says what stretches are.
+SURPLUS = 0.005
+MAX_SOURCES = 2**15 - 1
+STRETCHES = 4096
+SHORTEST_STRETCH = 256
+WARM_UP = 64
+SIDE_BY_SIDE = 16
+
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One source of a mixture: the datasets found at a path, one after the other."""
 
     name: str
@@ -42,53 +49,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How samples are to be cut and ordered: what all sources of a part have in common."""
-
-    split: str | Sequence[float]
-    part: str
-    seq_len: int
-    seed: int
-    order: str
-    rounding: Rounding = "megatron_core"
-    cache_dir: str | Path | None = None
-    split_rounding: Rounding = "megatron_core"
-
-    def stream(self, datasets: Sequence[TokenDataset]) -> Stream:
-        return Stream.of(
-            datasets,
-            self.split,
-            self.part,
-            self.seq_len,
-            self.seed,
-            self.order,
-            self.split_rounding,
-        )
-
-    def documents(self, dataset: TokenDataset) -> range:
-        """The documents of a dataset that belong to the part."""
-        ranges = document_ranges(self.split, len(dataset), self.split_rounding)
-        return range(*ranges[PARTS.index(self.part)])
-
-    def samples(
-        self, datasets: Sequence[TokenDataset], num_samples: int, first_sample: int = 0
-    ) -> Samples:
-        return Samples.open(
-            datasets,
-            self.split,
-            self.part,
-            self.seq_len,
-            num_samples,
-            self.seed,
-            self.order,
-            self.cache_dir,
-            first_sample,
-            self.split_rounding,
-        )
-
-
-@dataclass(frozen=True)
-class Progress:
+class MixtureProgress:
     """What had been served when the present weights began, counted by stream identity."""
 
     start: int = 0
@@ -100,11 +61,11 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[DataSource],
         members: Sequence[Samples],
         shares: np.ndarray,
         blend: cache.Arrays,
-        progress: Progress,
+        progress: MixtureProgress,
         fingerprint: str,
         place: Path | None = None,
     ) -> None:
@@ -124,41 +85,40 @@ class Mixture:
     @classmethod
     def open(
         cls,
-        sources: Sequence[Source],
-        serving: Serving,
+        sources: Sequence[DataSource],
+        spec: SampleSpec,
         num_samples: int,
-        progress: Progress | None = None,
+        progress: MixtureProgress | None = None,
     ) -> Mixture:
         """Open a mixture of `num_samples` samples, counted from the beginning of the run.
 
         It may be a little longer, as the originals' are.
         """
-        progress = progress or Progress()
-        streams = [serving.stream(source.datasets) for source in sources]
-        sources, streams = _holding_tokens(sources, streams, serving.part)
-        _refuse_repeated(sources, streams, serving.order)
+        progress = progress or MixtureProgress()
+        streams = [SampleStream.from_sources(source.datasets, spec) for source in sources]
+        sources, streams = _holding_tokens(sources, streams, spec.part)
+        _refuse_repeated(sources, streams, spec.order)
         shares = normalised([source.weight for source in sources])
         before = [progress.served.get(stream.identity, 0) for stream in streams]
         asked = max(num_samples - progress.start, 0)
-        if serving.order == "elastic":
+        if spec.order == "elastic":
             opened, size = [0] * len(sources), asked
         else:
-            assert progress == Progress(), "only elastic order can go on from somewhere"
-            opened, counted = blend_sizes(shares, num_samples, serving.rounding)
+            assert progress == MixtureProgress(), "only elastic order can go on from somewhere"
+            opened, counted = blend_sizes(shares, num_samples, spec.blend_rounding)
             size = sum(counted)
         shares = normalised(shares.tolist())
-        places = cache.places(sources[0].datasets[0].path.parent, serving.cache_dir)
-        blend, kept = open_blend(shares, size, places)
+        blend, kept = open_blend(shares, size, spec.cache_places(sources[0].datasets))
         needed = map(add, before, _counts(blend, asked, len(sources)))
         members = [
-            serving.samples(source.datasets, least or count, first)
+            Samples.open(source.datasets, spec, least or count, first)
             for source, first, count, least in zip(sources, before, needed, opened)
         ]
         inputs: dict[str, Any] = {
             "what": "mixture",
             "members": [member.fingerprint for member in members],
         }
-        if serving.order != "elastic":
+        if spec.order != "elastic":
             inputs["blend"] = blend_key(shares, size)
         blend = _within(blend, [len(m) - first for m, first in zip(members, before)])
         return cls(sources, members, shares, blend, progress, cache.key_of(inputs), kept)
@@ -231,7 +191,9 @@ class Mixture:
             "sources": sources,
         }
 
-    def progress_after(self, state: dict[str, Any], consumed: int) -> tuple[Progress, list[str]]:
+    def progress_after(
+        self, state: dict[str, Any], consumed: int
+    ) -> tuple[MixtureProgress, list[str]]:
         """How to go on after a checkpoint's state, and what to say about it.
 
         With the weights of the checkpoint the sequence goes on as it was; with others they begin
@@ -241,7 +203,7 @@ class Mixture:
         saved = [(entry["identity"], entry["weight"]) for entry in state["sources"]]
         present = [(m.identity, share) for m, share in zip(self.members, self.shares.tolist())]
         if saved == present:
-            return Progress(state["start"], served), []
+            return MixtureProgress(state["start"], served), []
         served |= {entry["identity"]: entry["consumed"] for entry in state["sources"]}
         goes_on = ", ".join(
             f"{source.name} ({share:.4g} of the samples) from its sample "
@@ -252,11 +214,11 @@ class Mixture:
         gone = [entry["name"] for entry in state["sources"] if entry["identity"] not in kept]
         left = f"; no longer served: {', '.join(gone)}" if gone else ""
         notice = f"the mixture changes after {consumed} samples; it goes on with {goes_on}{left}"
-        return Progress(consumed, served), [notice]
+        return MixtureProgress(consumed, served), [notice]
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """What the first samples of a mixture take from one source."""
 
     name: str
@@ -274,9 +236,9 @@ class Share:
         return self.tokens / self.tokens_per_epoch
 
 
-def shares_of(mixture: Mixture, num_samples: int) -> list[Share]:
+def shares_of(mixture: Mixture, num_samples: int) -> list[SourceShare]:
     return [
-        Share(source.name, weight, count, mixture.seq_len, member.tokens_per_epoch)
+        SourceShare(source.name, weight, count, mixture.seq_len, member.tokens_per_epoch)
         for source, member, weight, count in zip(
             mixture.sources,
             mixture.members,
@@ -307,8 +269,8 @@ def _within(blend: cache.Arrays, available: Sequence[int]) -> cache.Arrays:
 
 
 def _holding_tokens(
-    sources: Sequence[Source], streams: Sequence[Stream], part: str
-) -> tuple[list[Source], list[Stream]]:
+    sources: Sequence[DataSource], streams: Sequence[SampleStream], part: str
+) -> tuple[list[DataSource], list[SampleStream]]:
     """Without the sources whose part has no tokens, which is said; training must have all."""
     empty = [source.name for source, s in zip(sources, streams) if s.tokens_per_epoch == 0]
     if empty and (part == "train" or len(empty) == len(sources)):
@@ -322,7 +284,9 @@ def _holding_tokens(
     return [source for source, _ in kept], [stream for _, stream in kept]
 
 
-def _refuse_repeated(sources: Sequence[Source], streams: Sequence[Stream], order: str) -> None:
+def _refuse_repeated(
+    sources: Sequence[DataSource], streams: Sequence[SampleStream], order: str
+) -> None:
     """In elastic order a source is known by its content, so the same one twice would be one."""
     names: dict[str, str] = {}
     for source, stream in zip(sources, streams):
@@ -333,3 +297,152 @@ def _refuse_repeated(sources: Sequence[Source], streams: Sequence[Stream], order
                 "added up"
             )
         names[stream.identity] = source.name
+
+
+# -- the blend -------------------------------------------------------------------------------
+#
+# Which source each sample comes from, by Megatron's greedy rule: sample s goes to the source that
+# is furthest behind its share, the one with the largest w_i * max(s, 1) - c_i, where c_i samples
+# came from source i so far; of equals, the first. The rule is deterministic, and the index of a
+# longer mixture begins with that of a shorter one.
+#
+# The rule is sequential, but it forgets: started anywhere near the right counts, it soon falls into
+# the same sequence. So the samples are cut into stretches that are run side by side from estimated
+# counts, one numpy operation a step for all of them. A stretch is right if it began with the counts
+# its predecessor ended with; the others are run again from there. Since the first begins with
+# zeros, the result equals the plain loop's, sample for sample: every comparison is the loop's own,
+# in the same float64 arithmetic.
+#
+# Letters: S samples, n sources, K stretches.
+
+
+def normalised(weights: Sequence[float]) -> np.ndarray:
+    """Shares adding up to 1. Dividing again may change the last bit, as it does in Megatron."""
+    array = np.array(weights, np.float64)
+    return array / array.sum()
+
+
+def blend_sizes(
+    shares: np.ndarray, num_samples: int, rounding: Rounding
+) -> tuple[list[int], list[int]]:
+    """Samples to open of each source, and to count on in the mixture; both per source.
+
+    Both systems add half a percent to what they open. Megatron-DeepSpeed also makes the mixture
+    that much longer, Megatron Core does not.
+    """
+    if rounding == "megatron_deepspeed":
+        opened = [math.ceil(num_samples * share * (1 + SURPLUS)) for share in shares.tolist()]
+        return opened, opened
+    counted = [math.ceil(num_samples * share) for share in shares.tolist()]
+    return [math.ceil(count * (1 + SURPLUS)) for count in counted], counted
+
+
+def open_blend(
+    shares: np.ndarray, size: int, places: Sequence[Path]
+) -> tuple[cache.Arrays, Path | None]:
+    """`blend_index` kept in the cache, and where."""
+    key = blend_key(shares, size)
+    expected: cache.Expected = {
+        "source_index": ((size,), np.dtype(np.int16)),
+        "source_sample_index": ((size,), np.dtype(np.int64)),
+    }
+    arrays = cache.cached_arrays(places, key, expected, lambda: blend_index(shares, size))
+    return arrays, cache.location(places, key)
+
+
+def blend_key(shares: np.ndarray, size: int) -> str:
+    return cache.key_of({"what": "blend index", "weights": shares.tolist(), "size": size})
+
+
+def blend_index(shares: np.ndarray, size: int) -> cache.Arrays:
+    """Source of each sample, and the sample's number within that source."""
+    sources = choose_sources(shares, size)  # (S,)
+    numbers = np.empty(size, np.int64)
+    for source in range(len(shares)):
+        chosen = sources == source
+        numbers[chosen] = np.arange(np.count_nonzero(chosen))
+    return {"source_index": sources, "source_sample_index": numbers}
+
+
+def choose_sources(shares: np.ndarray, size: int) -> np.ndarray:
+    """The source of each sample, (S,) int16."""
+    assert 0 < len(shares) <= MAX_SOURCES
+    count = max(1, min(STRETCHES, size // SHORTEST_STRETCH))
+    length = -(-size // count)
+    first = np.arange(count) * length  # (K,)
+    begin = _estimated_counts(shares, first)  # (K, n)
+    chosen, end = _run(shares, first, begin, length)
+    wrong = _wrong(begin, end)
+    while len(wrong) > SIDE_BY_SIDE:
+        begin[wrong] = end[wrong - 1]
+        chosen[wrong], end[wrong] = _run(shares, first[wrong], begin[wrong], length)
+        before, wrong = len(wrong), _wrong(begin, end)
+        if len(wrong) > before // 2:
+            break
+    for stretch in range(int(wrong[0]) if len(wrong) else count, count):
+        if not np.array_equal(begin[stretch], end[stretch - 1]):
+            begin[stretch] = end[stretch - 1]
+            chosen[stretch], end[stretch] = _walk(
+                shares, int(first[stretch]), begin[stretch], length
+            )
+    return chosen.reshape(-1)[:size]
+
+
+def _wrong(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The stretches that did not begin where the one before them ended."""
+    return np.flatnonzero((begin[1:] != end[:-1]).any(axis=1)) + 1
+
+
+def _estimated_counts(shares: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Counts after `first` samples, (K, n): a little earlier every source has about its share,
+    and from there the rule itself leads to where it would be."""
+    start = np.maximum(first - WARM_UP, 0)
+    quotas = np.multiply.outer(start, shares)
+    counts = np.floor(quotas)
+    missing = (start - counts.sum(axis=1)).astype(np.int64)
+    by_remainder = np.argsort(counts - quotas, axis=1, kind="stable")
+    rank = np.argsort(by_remainder, axis=1, kind="stable")
+    counts += missing[:, None] // len(shares) + (rank < missing[:, None] % len(shares))
+    _, counts = _run(shares, start, counts, WARM_UP)
+    counts[first < WARM_UP] = 0
+    for stretch in np.flatnonzero(first < WARM_UP):
+        zeros = np.zeros(len(shares))
+        _, counts[stretch] = _walk(shares, 0, zeros, int(first[stretch]))
+    return counts
+
+
+def _run(
+    shares: np.ndarray, first: np.ndarray, begin: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`steps` choices from each start: sources (K, steps) and the counts after them (K, n)."""
+    counts = begin.T.copy()  # (n, K)
+    chosen = np.empty((steps, len(first)), np.int16)
+    sample = first.astype(np.float64)
+    column = shares[:, None]
+    for row in chosen:
+        behind = column * np.maximum(sample, 1.0) - counts  # (n, K)
+        most = behind[0]
+        row[:] = 0
+        for source in range(1, len(shares)):
+            larger = behind[source] > most
+            row[larger] = source
+            most = np.maximum(most, behind[source])
+        for source, taken in enumerate(counts):
+            taken += row == source
+        sample += 1
+    return np.ascontiguousarray(chosen.T), counts.T.copy()
+
+
+def _walk(
+    shares: np.ndarray, first: int, begin: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rule as it is written, one sample after the other."""
+    weights, counts = shares.tolist(), begin.tolist()
+    chosen = np.empty(steps, np.int16)
+    for step in range(steps):
+        sample = max(float(first + step), 1.0)
+        behind = [weight * sample - count for weight, count in zip(weights, counts)]
+        source = behind.index(max(behind))
+        chosen[step] = source
+        counts[source] += 1
+    return chosen, np.array(counts)

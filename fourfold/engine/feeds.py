@@ -10,13 +10,13 @@ from typing import Any
 from fourfold.config import Config
 from fourfold.config.recipe import Rounding
 from fourfold.data import Loader, Mixture, Samples, TokenDataset, cache
-from fourfold.data.agreement import (
+from fourfold.data.splits import SplitData, all_datasets, check_splits, open_splits
+from fourfold.data.tokenizer_check import (
     check_checkpoint_tokenizer,
     find_end_of_text,
+    find_tokenizer,
     tokenizer_of,
 )
-from fourfold.data.report import find_tokenizer
-from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
 from fourfold.errors import DataError, UserError
 from fourfold.mesh import Layout
 from fourfold.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class Feeds:
 
     config: Config
     data_ranks: tuple[int, int]  # this process, of how many
-    parts: dict[str, Part]
+    parts: dict[str, SplitData]
     sources: list[TokenDataset]
     samples: dict[str, Samples | Mixture]
     loaders: dict[str, Loader]
@@ -120,14 +120,14 @@ class Feeds:
     def _check_split(self, saved: Rounding, checkpoint: str) -> None:
         """Refuse to move documents between training, validation and test in mid-run."""
         for name, part in self.parts.items():
-            before = replace(part.serving, split_rounding=saved)
+            before = replace(part.spec, split_rounding=saved)
             for dataset in part.datasets:
-                was, now = before.documents(dataset), part.serving.documents(dataset)
+                was, now = before.documents(dataset), part.spec.documents(dataset)
                 if was != now:
                     raise DataError(
                         f"{checkpoint} was trained with the documents {was.start} to {was.stop} of "
                         f"{dataset.path} as its {name} part, which are {now.start} to {now.stop} "
-                        f"with Data.dataset.split_rounding={part.serving.split_rounding}; set "
+                        f"with Data.dataset.split_rounding={part.spec.split_rounding}; set "
                         f"Data.dataset.split_rounding={saved} to go on with the same data"
                     )
 
@@ -173,8 +173,8 @@ def open_feeds(config: Config, layout: Layout, data_rank: int = 0, checked: bool
 
 
 def _open_feeds(config: Config, layout: Layout, data_rank: int) -> Feeds:
-    parts = parts_of(config)
-    notices, sources = check_parts(config, parts), all_datasets(parts)
+    parts = open_splits(config)
+    notices, sources = check_splits(config, parts), all_datasets(parts)
     if layout.world_size > 1 and not cache.is_trusted():
         for source in sources:
             source.keep_fingerprint()

@@ -19,7 +19,7 @@ import torch
 from fourfold import __version__, checkpoint, heartbeat
 from fourfold.checkpoint import PendingSave
 from fourfold.config import Config
-from fourfold.data.agreement import check_checkpoint_tokenizer
+from fourfold.data.tokenizer_check import check_checkpoint_tokenizer
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
 from fourfold.optim import LossScale, Optimizer

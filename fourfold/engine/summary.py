@@ -8,7 +8,7 @@ from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token
 from fourfold.data import Mixture
 from fourfold.data.mixture import shares_of
-from fourfold.data.split import PARTS
+from fourfold.data.samples import PARTS
 from fourfold.engine.census import census, describe_ranks
 from fourfold.engine.feeds import Feeds
 from fourfold.mesh import Layout

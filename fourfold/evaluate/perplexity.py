@@ -18,9 +18,9 @@ from itertools import tee
 import numpy as np
 
 from fourfold.config import Config
-from fourfold.data.agreement import find_end_of_text
-from fourfold.data.dataset import TokenDataset
-from fourfold.data.serving import Part, all_datasets, check_parts, parts_of
+from fourfold.data.datasets import TokenDataset
+from fourfold.data.splits import SplitData, all_datasets, check_splits, open_splits
+from fourfold.data.tokenizer_check import find_end_of_text
 from fourfold.errors import DataError
 from fourfold.evaluate.scoring import Scorer, ScoreRequest
 
@@ -169,14 +169,14 @@ def read_part(config: Config) -> tuple[Iterator[np.ndarray], int | None]:
     the data, not the order training would take it in.
     """
     name = config.Eval.part
-    parts = parts_of(config)
+    parts = open_splits(config)
     part = parts.get(name)
     if part is None:
         raise DataError(
             f"Eval.part={name}, but Data.dataset.{name}_data is null; choose one of "
             f"{', '.join(parts)}"
         )
-    check_parts(config, {name: part})
+    check_splits(config, {name: part})
     found = sum(
         int(source.sizes[documents.start : documents.stop].sum(dtype=np.int64))
         for source, documents in _documents(part)
@@ -190,12 +190,12 @@ def read_part(config: Config) -> tuple[Iterator[np.ndarray], int | None]:
     return _pieces(part, config.Eval.max_tokens or found), end_of_text
 
 
-def _documents(part: Part) -> Iterator[tuple[TokenDataset, range]]:
+def _documents(part: SplitData) -> Iterator[tuple[TokenDataset, range]]:
     for source in part.datasets:
-        yield source, part.serving.documents(source)
+        yield source, part.spec.documents(source)
 
 
-def _pieces(part: Part, left: int) -> Iterator[np.ndarray]:
+def _pieces(part: SplitData, left: int) -> Iterator[np.ndarray]:
     for source, documents in _documents(part):
         for document in documents:
             size = int(source.sizes[document])

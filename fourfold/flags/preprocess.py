@@ -1,4 +1,4 @@
-"""The command line of Megatron's `tools/preprocess_data.py`, over `fourfold.data.prepare`.
+"""The command line of Megatron's `tools/preprocess_data.py`, over `fourfold.tools.prepare`.
 
     {output-prefix}_{key}_document.bin  .idx    for each of --json-keys
     {output-prefix}_{key}_document.json         what they were made from, and with which tokenizer
@@ -19,7 +19,8 @@ from fourfold.errors import UserError, report
 from fourfold.flags.reading import FlagReader, whole
 
 if TYPE_CHECKING:
-    from fourfold.data.prepare import Progress, Settings
+    from fourfold.tools.prepare.manifest import PrepareSettings
+    from fourfold.tools.prepare.pipeline import PrepareProgress
 
 PROGRAM = "preprocess_data.py"
 REQUIRED = ("--input", "--output-prefix", "--tokenizer-type", "--workers")
@@ -84,9 +85,9 @@ def tokenizer_place(given: dict[str, Any]) -> str | tuple[str, str]:
 
 def preprocess(arguments: Sequence[str]) -> None:
     """Write the files of every key; one that was finished before is left as it is."""
-    from fourfold.data.inputs import find_inputs
-    from fourfold.data.prepare import dataset_prefix, prepare_files
-    from fourfold.data.provenance import dropped_summary
+    from fourfold.tools.prepare.input_files import find_inputs
+    from fourfold.tools.prepare.manifest import dropped_summary
+    from fourfold.tools.prepare.pipeline import dataset_prefix, prepare_files
 
     given = read_flags(arguments)
     if given.get("--partitions", 1) > 1:
@@ -123,7 +124,7 @@ class ProgressLines:
         self._begin = time.monotonic()
         self._shown = 0
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: PrepareProgress) -> None:
         if progress.documents // self._interval == self._shown // self._interval:
             return
         self._shown = progress.documents
@@ -136,10 +137,10 @@ class ProgressLines:
         )
 
 
-def _settings(given: dict[str, Any], key: str) -> Settings:
-    from fourfold.data.prepare import Settings
+def _settings(given: dict[str, Any], key: str) -> PrepareSettings:
+    from fourfold.tools.prepare.manifest import PrepareSettings
 
-    return Settings(
+    return PrepareSettings(
         tokenizer=tokenizer_place(given),
         append_eod="--append-eod" in given,
         json_key=key,

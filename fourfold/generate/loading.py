@@ -15,8 +15,8 @@ import torch
 from fourfold import checkpoint
 from fourfold.config import Config
 from fourfold.convert import ForeignModel, load_foreign, open_weights
-from fourfold.data.report import find_tokenizer
-from fourfold.data.serving import parts_of
+from fourfold.data.splits import open_splits
+from fourfold.data.tokenizer_check import find_tokenizer
 from fourfold.errors import DataError, UserError
 from fourfold.mesh import select_device
 from fourfold.model import GPT, ModelShape, network_of
@@ -181,7 +181,7 @@ def _named_or_gpt2(
 def _tokenizer_of_data(config: Config) -> Tokenizer | None:
     """The tokenizer that the manifests of the training data tell of, where it can be found."""
     try:
-        datasets = parts_of(config)["train"].datasets
+        datasets = open_splits(config)["train"].datasets
     except UserError:
         return None  # the data need not be here for a model to write
     found = (find_tokenizer(dataset)[0] for dataset in datasets)

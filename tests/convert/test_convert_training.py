@@ -12,10 +12,10 @@ from fourfold import checkpoint
 from fourfold.cli import app
 from fourfold.config import Config, load_config
 from fourfold.convert import convert, load_foreign
-from fourfold.data.prepare import prepare
 from fourfold.engine import Engine
 from fourfold.errors import DataError
 from fourfold.tokenizer import train
+from fourfold.tools.prepare.pipeline import prepare
 
 transformers = pytest.importorskip("transformers")
 

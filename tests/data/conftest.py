@@ -1,13 +1,3 @@
-from pathlib import Path
+from user_cache import own_user_cache
 
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def own_user_cache(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """No test reads or leaves anything in the cache of whoever runs it."""
-    directory = tmp_path_factory.mktemp("user_cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
-    return directory / "fourfold" / "data"
+__all__ = ["own_user_cache"]

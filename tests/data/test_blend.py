@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fourfold.config.recipe import Recipe, Rounding, parse_recipe
-from fourfold.data import blend
-from fourfold.data.blend import blend_index, blend_sizes, choose_sources, normalised, open_blend
+from fourfold.data import mixture
+from fourfold.data.mixture import blend_index, blend_sizes, choose_sources, normalised, open_blend
 
 
 def plain_loop(shares: list[float], size: int) -> tuple[list[int], list[int]]:
@@ -58,8 +58,8 @@ def test_stretches_side_by_side_equal_the_plain_loop(
 ) -> None:
     shares = normalised(weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blend, "SHORTEST_STRETCH", length)
-        patch.setattr(blend, "WARM_UP", length)
+        patch.setattr(mixture, "SHORTEST_STRETCH", length)
+        patch.setattr(mixture, "WARM_UP", length)
         index = blend_index(shares, size)
     chosen, numbers = plain_loop(shares.tolist(), size)
     assert index["source_index"].tolist() == chosen
@@ -70,7 +70,7 @@ def test_stretches_side_by_side_equal_the_plain_loop(
 def test_wrong_estimates_are_found_and_mended(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the counts a stretch begins with, the result is the loop's."""
     shares = normalised([0.2, 0.5, 0.3])
-    right = blend._estimated_counts
+    right = mixture._estimated_counts
 
     def wrong(shares: np.ndarray, first: np.ndarray) -> np.ndarray:
         counts = right(shares, first)
@@ -78,8 +78,8 @@ def test_wrong_estimates_are_found_and_mended(lost: int, monkeypatch: pytest.Mon
         counts[2::lost, 1] -= 40
         return counts
 
-    monkeypatch.setattr(blend, "SHORTEST_STRETCH", 16)
-    monkeypatch.setattr(blend, "_estimated_counts", wrong)
+    monkeypatch.setattr(mixture, "SHORTEST_STRETCH", 16)
+    monkeypatch.setattr(mixture, "_estimated_counts", wrong)
     assert choose_sources(shares, 4000).tolist() == plain_loop(shares.tolist(), 4000)[0]
 
 
@@ -122,7 +122,7 @@ def test_the_index_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shares = normalised([1.0, 2.0])
     built, place = open_blend(shares, 100, [tmp_path])
     assert place is not None and place.is_dir()
-    monkeypatch.setattr(blend, "blend_index", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(mixture, "blend_index", lambda *_: pytest.fail("built again"))
     found, _ = open_blend(shares, 100, [tmp_path])
     assert all(np.array_equal(built[name], found[name]) for name in built)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from token_files import write_fleetx, write_legacy, write_megatron
 
-from fourfold.data import Samples, open_datasets
+from fourfold.data import Samples, SampleSpec, open_datasets
 from fourfold.errors import DataError
 
 
@@ -55,7 +55,7 @@ def test_caches_and_leftovers_are_not_data(tmp_path: Path) -> None:
     ):
         (tmp_path / cached).write_bytes(b"not data")
     sources = open_datasets(tmp_path)
-    Samples.open(sources, "1", "train", 2, 5, 1)
+    Samples.open(sources, SampleSpec("1", "train", 2, 1), 5)
     sources[0].check_ids(4)
     assert (tmp_path / ".fourfold_cache").is_dir()
     assert names(tmp_path) == ["a.bin", "b_ids.npy"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from token_files import write_megatron
 
 from fourfold.config import Config, load_config
-from fourfold.data import Loader, Samples, open_datasets
+from fourfold.data import Loader, Samples, SampleSpec, open_datasets
 from fourfold.data.loader import document_ids, positions_in_documents
 from fourfold.engine.feeds import open_feeds
 from fourfold.errors import DataError
@@ -113,7 +113,7 @@ def samples(tmp_path: Path) -> Samples:
     rng = np.random.default_rng(5)
     documents = [[*rng.integers(1, 99, rng.integers(0, 12)), EOS] for _ in range(80)]
     write_megatron(tmp_path / "x", documents)
-    return Samples.open(open_datasets(tmp_path), "9,1,0", "train", SEQ_LEN, 48, 1)
+    return Samples.open(open_datasets(tmp_path), SampleSpec("9,1,0", "train", SEQ_LEN, 1), 48)
 
 
 @pytest.mark.parametrize("positions", [False, True])

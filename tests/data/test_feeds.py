@@ -7,17 +7,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_prepare import Numbers
-from token_files import write_megatron
+from token_files import Numbers, write_megatron
 
 from fourfold.config import Config, load_config
-from fourfold.data.agreement import find_end_of_text
-from fourfold.data.prepare import prepare
-from fourfold.data.serving import all_datasets, parts_of
+from fourfold.data.splits import all_datasets, open_splits
+from fourfold.data.tokenizer_check import find_end_of_text
 from fourfold.engine.feeds import Feeds, open_feeds
 from fourfold.errors import DataError
 from fourfold.evaluate.perplexity import read_part
 from fourfold.mesh import Layout
+from fourfold.tools.prepare.pipeline import prepare
 
 DOCUMENTS = 205
 
@@ -41,7 +40,7 @@ def opened(directory: Path, *settings: str) -> Feeds:
 
 
 def documents(feeds: Feeds) -> list[range]:
-    return [part.serving.documents(part.datasets[0]) for part in feeds.parts.values()]
+    return [part.spec.documents(part.datasets[0]) for part in feeds.parts.values()]
 
 
 # Splits
@@ -134,7 +133,7 @@ def test_a_part_of_its_own_without_a_manifest_takes_the_end_of_the_others(
     prepare([f"{number} 1 2 3" for number in range(1, 90)], tmp_path / "made", Numbers(eos_id=99))
     config = configured(tmp_path, f"train_data={tmp_path / 'made'}", f"valid_data={data}")
     assert read_part(config)[1] == 99
-    assert find_end_of_text(config, all_datasets(parts_of(config)))[0] == 99
+    assert find_end_of_text(config, all_datasets(open_splits(config)))[0] == 99
 
 
 # The first rank and the others
@@ -147,14 +146,14 @@ def test_what_rank_0_has_checked_the_others_do_not_read_again(
     first = open_feeds(config, Layout(dp=2))
     expected = first.loaders["train"].batch(0)
     for name in (
-        "fourfold.data.megatron._check_sequences",
-        "fourfold.data.megatron._check_document_index",
-        "fourfold.data.dataset.TokenDataset._hashed",
-        "fourfold.data.dataset.TokenDataset._cached_id_range",
+        "fourfold.data.readers._check_sequences",
+        "fourfold.data.readers._check_document_index",
+        "fourfold.data.datasets.TokenDataset._hashed",
+        "fourfold.data.datasets.TokenDataset._cached_id_range",
         "fourfold.data.cache._checksum",
         "fourfold.data.samples.build_indices",
-        "fourfold.data.ends._count_rows",
-        "fourfold.data.ends.passing_blocks",
+        "fourfold.data.index._count_rows",
+        "fourfold.data.index.passing_blocks",
     ):
         monkeypatch.setattr(name, lambda *_: pytest.fail("read through again"))
     second = open_feeds(config, Layout(dp=2), 1, checked=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from token_files import documents_of, write_megatron
 
-from fourfold.data import Samples, cache, indices, open_datasets
+from fourfold.data import Samples, SampleSpec, cache, index, open_datasets
 from fourfold.data import samples as samples_module
 from fourfold.errors import DataError
 
@@ -21,7 +21,9 @@ SIZES = [7, 0, 30, 11, 2, 19, 4, 4, 25, 13]
 
 def open_train(directory: Path, **change: object) -> Samples:
     usual: dict = {"split": "1", "part": "train", "seq_len": 6, "num_samples": 40, "seed": 3}
-    return Samples.open(open_datasets(directory), **{**usual, **change})
+    given = {**usual, **change}
+    num_samples = given.pop("num_samples")
+    return Samples.open(open_datasets(directory), SampleSpec(**given), num_samples)
 
 
 def served(samples: Samples) -> list[list[int]]:
@@ -278,7 +280,7 @@ def test_abandoned_leftovers_are_swept(data: Path) -> None:
 def test_unaligned_sizes_are_gathered_from_a_copy(data: Path) -> None:
     (source,) = open_datasets(data)
     assert not source.sizes.flags.aligned
-    plan = indices.plan_indices(len(source), source.num_tokens, 6, 40)
-    index = np.arange(len(source), dtype=np.int32)
-    aligned = indices.build_sample_index(np.array(SIZES, np.int32), index, plan)
-    assert np.array_equal(indices.build_sample_index(source.sizes, index, plan), aligned)
+    plan = index.plan_indices(len(source), source.num_tokens, 6, 40)
+    documents = np.arange(len(source), dtype=np.int32)
+    aligned = index.build_sample_index(np.array(SIZES, np.int32), documents, plan)
+    assert np.array_equal(index.build_sample_index(source.sizes, documents, plan), aligned)

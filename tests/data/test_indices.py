@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.config.recipe import Rounding
-from fourfold.data.indices import (
+from fourfold.data.index import (
     build_document_index,
     build_indices,
     build_sample_index,
     document_index_dtype,
     plan_indices,
 )
-from fourfold.data.split import document_ranges
+from fourfold.data.samples import document_ranges
 from fourfold.errors import DataError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -176,7 +176,7 @@ def test_sample_index_equals_the_walk(
     lengths = np.array(sizes, np.int32)
     plan = plan_indices(len(sizes), sum(sizes), seq_len, num_samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fourfold.data.indices.BLOCK", block)
+        patch.setattr("fourfold.data.index.DOCUMENTS_AT_ONCE", block)
         built = build_indices([(0, len(sizes))], lengths, plan, seed, order)
     documents = built["document_index"].tolist()
     expected = walk(sizes, documents, seq_len, plan.num_samples)

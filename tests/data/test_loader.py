@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_prepare import Numbers
-from token_files import write_megatron
+from token_files import Numbers, write_megatron
 
-from fourfold.data import Batch, Loader, Mixture, Samples, cache, ends, open_datasets
-from fourfold.data.mixture import Serving, Source
-from fourfold.data.prepare import prepare
+from fourfold.data import Batch, Loader, Mixture, Samples, SampleSpec, cache, index, open_datasets
+from fourfold.data.mixture import DataSource
 from fourfold.errors import DataError
+from fourfold.tools.prepare.pipeline import prepare
 
 EOS = 0
 SEQ_LEN = 8
@@ -29,7 +28,7 @@ def samples(tmp_path: Path) -> Samples:
     rng = np.random.default_rng(5)
     documents = [[*rng.integers(1, 99, rng.integers(0, 12)), EOS] for _ in range(80)]
     write_megatron(tmp_path / "x", documents)
-    return Samples.open(open_datasets(tmp_path), "9,1,0", "train", SEQ_LEN, 48, 1)
+    return Samples.open(open_datasets(tmp_path), SampleSpec("9,1,0", "train", SEQ_LEN, 1), 48)
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +111,9 @@ def write_mixed(tmp_path: Path) -> None:
     prepare(texts, tmp_path / "bare", Numbers(eos_id=EOS), append_eod=False)
 
 
-def mixed_sources(tmp_path: Path) -> list[Source]:
+def mixed_sources(tmp_path: Path) -> list[DataSource]:
     weights = {"foreign": 2.0, "made": 1.0, "bare": 1.0}
-    return [Source(name, w, open_datasets(tmp_path / name)) for name, w in weights.items()]
+    return [DataSource(name, w, open_datasets(tmp_path / name)) for name, w in weights.items()]
 
 
 def reading_only(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +136,8 @@ def test_a_rank_reads_its_own_samples_only(
     tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_mixed(tmp_path)
-    serving = Serving("8,1,1", "train", SEQ_LEN, 3, order, cache_dir=tmp_path / "cache")
-    mixture = Mixture.open(mixed_sources(tmp_path), serving, 600)
+    spec = SampleSpec("8,1,1", "train", SEQ_LEN, 3, order, cache_dir=tmp_path / "cache")
+    mixture = Mixture.open(mixed_sources(tmp_path), spec, 600)
     whole = Loader(mixture, GLOBAL_BATCH, EOS, prefetch=0)
     expected = [whole.batch(step).global_valid_tokens for step in range(whole.num_batches)]
     counted = [mixture.count_inputs(i, EOS) for i in range(GLOBAL_BATCH)]
@@ -147,9 +146,9 @@ def test_a_rank_reads_its_own_samples_only(
     ranks = [Loader(mixture, GLOBAL_BATCH, EOS, rank=r, size=4, prefetch=0) for r in range(4)]
     # The others of a run open the same and find what the first one counted.
     with cache.trusting(), monkeypatch.context() as patch:
-        patch.setattr(ends, "_count_rows", lambda *_: pytest.fail("counted again"))
-        patch.setattr(ends, "passing_blocks", lambda *_: pytest.fail("read again"))
-        again = Mixture.open(mixed_sources(tmp_path), serving, 600)
+        patch.setattr(index, "_count_rows", lambda *_: pytest.fail("counted again"))
+        patch.setattr(index, "passing_blocks", lambda *_: pytest.fail("read again"))
+        again = Mixture.open(mixed_sources(tmp_path), spec, 600)
         ranks[2] = Loader(again, GLOBAL_BATCH, EOS, rank=2, size=4, prefetch=0)
     reading_only(4 * len(expected) * GLOBAL_BATCH // 4, monkeypatch)
     for step, valid in enumerate(expected):
@@ -172,7 +171,9 @@ def test_data_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
     tokens[2:300:8] = EOS
     tokens[301] = 500
     tokens.flush()
-    samples = Samples.open(open_datasets(tmp_path / "x"), "1", "train", SEQ_LEN, 40, 1, "fleetx")
+    samples = Samples.open(
+        open_datasets(tmp_path / "x"), SampleSpec("1", "train", SEQ_LEN, 1, "fleetx"), 40
+    )
     samples.sources[0].check_ids(100)
     loader = Loader(samples, GLOBAL_BATCH, EOS, size=2, prefetch=0, vocab_size=501)
     with pytest.raises(DataError, match=r"end-of-text tokens, and .* were counted; the data is"):
@@ -247,7 +248,7 @@ def test_beyond_the_last_sample_is_an_error(samples: Samples) -> None:
 
 def test_an_empty_part_has_no_batch(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", [[1, 2, 3]])
-    empty = Samples.open(open_datasets(tmp_path), "1", "valid", 2, 10, 1)
+    empty = Samples.open(open_datasets(tmp_path), SampleSpec("1", "valid", 2, 1), 10)
     loader = Loader(empty, 4)
     assert loader.num_batches == 0
     with pytest.raises(DataError, match=r"valid part of .*: holds no samples"):

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import documents_of, write_megatron
 
-from fourfold.data import Loader, Mixture, Samples, TokenDataset, open_datasets
-from fourfold.data.dataset import document_starts
-from fourfold.data.indices import build_elastic_indices, plan_elastic
-from fourfold.data.mixture import Progress, Serving, Source
+from fourfold.data import Loader, Mixture, Samples, SampleSpec, TokenDataset, open_datasets
+from fourfold.data.datasets import document_starts
+from fourfold.data.index import build_elastic_indices, plan_elastic
+from fourfold.data.mixture import DataSource, MixtureProgress
 from fourfold.errors import DataError
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_blend"
@@ -25,12 +25,12 @@ def fixture_mixture(part: str, cache_dir: Path, rounding: str) -> tuple[Mixture,
     case = json.loads((FIXTURE / "case.json").read_text())
     wanted = dict(zip(("train", "valid", "test"), case["num_samples"]))[part]
     sources = [
-        Source(prefix, float(weight), open_datasets(FIXTURE / prefix))
+        DataSource(prefix, float(weight), open_datasets(FIXTURE / prefix))
         for weight, prefix in zip(case["blend"], case["prefixes"])
     ]
     length, seed = case["sequence_length"], case["seed"]
-    serving = Serving(case["split"], part, length, seed, "megatron", rounding, cache_dir)
-    return Mixture.open(sources, serving, wanted), wanted, case
+    spec = SampleSpec(case["split"], part, length, seed, "megatron", rounding, cache_dir)
+    return Mixture.open(sources, spec, wanted), wanted, case
 
 
 @pytest.mark.parametrize("part", ["train", "valid"])
@@ -77,8 +77,8 @@ def in_memory(documents: list[list[int]]) -> TokenDataset:
     return TokenDataset(Path("memory"), ids, sizes, document_starts(sizes))
 
 
-def elastic(tmp_path: Path, seed: int = 3, seq_len: int = 8) -> Serving:
-    return Serving("1", "train", seq_len, seed, "elastic", cache_dir=tmp_path / "cache")
+def elastic(tmp_path: Path, seed: int = 3, seq_len: int = 8) -> SampleSpec:
+    return SampleSpec("1", "train", seq_len, seed, "elastic", cache_dir=tmp_path / "cache")
 
 
 def mixed(
@@ -86,9 +86,9 @@ def mixed(
     weights: tuple[float, float],
     tmp_path: Path,
     num_samples: int,
-    progress: Progress | None = None,
+    progress: MixtureProgress | None = None,
 ) -> Mixture:
-    sources = [Source(name, w, d) for name, w, d in zip("AB", weights, two)]
+    sources = [DataSource(name, w, d) for name, w, d in zip("AB", weights, two)]
     return Mixture.open(sources, elastic(tmp_path), num_samples, progress)
 
 
@@ -104,9 +104,9 @@ def test_elastic_samples_do_not_depend_on_how_many_are_asked(
     source = in_memory(documents_of(sizes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fourfold.data.cache.places", lambda *_: [])
-        patch.setattr("fourfold.data.indices.ELASTIC_EPOCHS", 4)
+        patch.setattr("fourfold.data.index.ELASTIC_EPOCHS", 4)
         short, long = (
-            Samples.open([source], "1", "train", seq_len, count, 7, "elastic")
+            Samples.open([source], SampleSpec("1", "train", seq_len, 7, "elastic"), count)
             for count in sorted(asked)
         )
     assert len(short) >= min(asked) or sum(sizes) == 0
@@ -125,10 +125,12 @@ def test_each_elastic_epoch_serves_every_sample_of_its_own_cut_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fourfold.data.cache.places", lambda *_: [])
         samples = Samples.open(
-            [in_memory(documents_of(sizes))], "1", "train", seq_len, 0, 7, "elastic"
+            [in_memory(documents_of(sizes))], SampleSpec("1", "train", seq_len, 7, "elastic"), 0
         )
         per_epoch = plan_elastic(len(sizes), sum(sizes), seq_len).samples_per_epoch
-        samples = Samples.open(samples.sources, "1", "train", seq_len, 3 * per_epoch, 7, "elastic")
+        samples = Samples.open(
+            samples.sources, SampleSpec("1", "train", seq_len, 7, "elastic"), 3 * per_epoch
+        )
     for epoch in range(3):
         inputs = Counter(
             int(token)
@@ -145,7 +147,7 @@ def test_golden_elastic_order(monkeypatch: pytest.MonkeyPatch) -> None:
     documents: list[int] = []
     shuffles: list[int] = []
     for together in (2, 1):
-        monkeypatch.setattr("fourfold.data.indices.ELASTIC_EPOCHS", together)
+        monkeypatch.setattr("fourfold.data.index.ELASTIC_EPOCHS", together)
         plan = plan_elastic(5, 25, 4)
         entries = [
             build_elastic_indices([(0, 5)], sizes, plan, 1234, entry)
@@ -161,7 +163,7 @@ def test_golden_elastic_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_elastic_epochs_differ_and_follow_the_seed(two: list, tmp_path: Path) -> None:
     def order(seed: int, first: int) -> list[list[int]]:
-        samples = elastic(tmp_path, seed).samples(two[0], 200)
+        samples = Samples.open(two[0], elastic(tmp_path, seed), 200)
         return [samples[i].tolist() for i in range(first, first + 20)]
 
     per_epoch = plan_elastic(23, two[0][0].num_tokens, 8).samples_per_epoch
@@ -171,7 +173,7 @@ def test_elastic_epochs_differ_and_follow_the_seed(two: list, tmp_path: Path) ->
 
 
 def test_a_corpus_smaller_than_a_sample_is_served_in_elastic_order(tmp_path: Path) -> None:
-    samples = elastic(tmp_path, seq_len=5).samples(dataset(tmp_path / "x", [2], 7), 6)
+    samples = Samples.open(dataset(tmp_path / "x", [2], 7), elastic(tmp_path, seq_len=5), 6)
     assert len(samples) >= 6
     assert {tuple(samples[i].tolist()) for i in range(6)} <= {(7, 8) * 3, (8, 7) * 3}
 
@@ -224,14 +226,14 @@ def test_weights_changed_mid_run_under_another_degree_lose_and_repeat_nothing(
 
 def test_sources_that_leave_keep_their_count_and_new_ones_begin(two: list, tmp_path: Path) -> None:
     first = mixed(two, (0.5, 0.5), tmp_path, 40)
-    alone = [Source("A", 1.0, two[0])]
+    alone = [DataSource("A", 1.0, two[0])]
     opened = Mixture.open(alone, elastic(tmp_path), 60)
     progress, notices = opened.progress_after(first.state(40), 40)
     assert "no longer served: B" in notices[0]
     second = Mixture.open(alone, elastic(tmp_path), 60, progress)
     assert [second.locate(i) for i in (40, 59)] == [(0, 20), (0, 39)]
     third = dataset(tmp_path / "c", [9] * 9, 20_000)
-    back = [Source("B", 1.0, two[1]), Source("C", 1.0, third)]
+    back = [DataSource("B", 1.0, two[1]), DataSource("C", 1.0, third)]
     opened = Mixture.open(back, elastic(tmp_path), 100)
     progress, _ = opened.progress_after(second.state(60), 60)
     last = Mixture.open(back, elastic(tmp_path), 100, progress)
@@ -240,7 +242,7 @@ def test_sources_that_leave_keep_their_count_and_new_ones_begin(two: list, tmp_p
 
 
 def test_positions_outside_are_refused(two: list, tmp_path: Path) -> None:
-    progress = Progress(10, {})
+    progress = MixtureProgress(10, {})
     mixture = mixed(two, (1.0, 1.0), tmp_path, 20, progress)
     for i in (-1, 9, 20):
         with pytest.raises(IndexError):
@@ -249,27 +251,29 @@ def test_positions_outside_are_refused(two: list, tmp_path: Path) -> None:
 
 def test_the_same_documents_twice_are_refused_in_elastic_order(two: list, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="X and Y hold the same documents"):
-        Mixture.open([Source("X", 1, two[0]), Source("Y", 1, two[0])], elastic(tmp_path), 10)
+        Mixture.open(
+            [DataSource("X", 1, two[0]), DataSource("Y", 1, two[0])], elastic(tmp_path), 10
+        )
 
 
 def test_a_source_without_tokens_for_its_share(two: list, tmp_path: Path) -> None:
     empty = dataset(tmp_path / "empty", [], 0)
-    sources = [Source("A", 1.0, two[0]), Source("E", 1.0, empty)]
+    sources = [DataSource("A", 1.0, two[0]), DataSource("E", 1.0, empty)]
     with pytest.raises(DataError, match="E: the train part has no tokens"):
         Mixture.open(sources, elastic(tmp_path), 10)
-    serving = Serving("1,1,1", "valid", 4, 1, "megatron", cache_dir=tmp_path / "cache")
-    mixture = Mixture.open(sources, serving, 10)
+    spec = SampleSpec("1,1,1", "valid", 4, 1, "megatron", cache_dir=tmp_path / "cache")
+    mixture = Mixture.open(sources, spec, 10)
     assert [source.name for source in mixture.sources] == ["A"]
 
 
 def test_many_small_sources_do_not_exhaust_the_large_one(tmp_path: Path) -> None:
     """Many small sources: for each ceil(N w) is 1, which the rule does not wait to give."""
     many = [
-        Source(str(i), 0.001 if i else 1.0, dataset(tmp_path / f"s{i}", [3], 10 * i))
+        DataSource(str(i), 0.001 if i else 1.0, dataset(tmp_path / f"s{i}", [3], 10 * i))
         for i in range(40)
     ]
-    serving = Serving("1", "train", 2, 1, "megatron", cache_dir=tmp_path / "cache")
-    mixture = Mixture.open(many, serving, 60)
+    spec = SampleSpec("1", "train", 2, 1, "megatron", cache_dir=tmp_path / "cache")
+    mixture = Mixture.open(many, spec, 60)
     assert len(mixture) >= 60
     for i in range(len(mixture)):
         source, number = mixture.locate(i)
@@ -279,8 +283,8 @@ def test_many_small_sources_do_not_exhaust_the_large_one(tmp_path: Path) -> None
 
 def test_a_mixture_of_no_samples_is_empty(two: list, tmp_path: Path) -> None:
     assert len(mixed(two, (1.0, 2.0), tmp_path, 0)) == 0
-    serving = Serving("1", "train", 4, 1, "megatron", cache_dir=tmp_path / "cache")
-    assert len(Mixture.open([Source("A", 1.0, two[0])], serving, 0)) == 0
+    spec = SampleSpec("1", "train", 4, 1, "megatron", cache_dir=tmp_path / "cache")
+    assert len(Mixture.open([DataSource("A", 1.0, two[0])], spec, 0)) == 0
 
 
 def test_a_damaged_blend_index_is_built_again(two: list, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from token_files import documents_of, write_megatron
 from typer import Typer
 from typer.testing import CliRunner
 
-from fourfold.cli import data_mixture
+from fourfold.cli import data as data_commands
 from fourfold.config import load_config
 from fourfold.data import Mixture, Samples
-from fourfold.data.forecast import forecast
 from fourfold.data.mixture import shares_of
-from fourfold.data.serving import parts_of
+from fourfold.data.splits import open_splits
 from fourfold.errors import ConfigError, DataError, UserError
+from fourfold.tools.tokens.inspect import preview_blend
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def config_file(directory: Path, **dataset: object) -> Path:
 
 def run(verb: str, *words: str) -> str:
     app = Typer()
-    app.command("index")(data_mixture.index)
-    app.command("blend")(data_mixture.blend)
+    app.command("index")(data_commands.index)
+    app.command("blend")(data_commands.blend)
     result = CliRunner().invoke(app, [verb, *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -65,10 +65,10 @@ def test_index_builds_what_the_run_will_open(data: Path, monkeypatch: pytest.Mon
     ]
     named = {Path(line.split(" (")[0].strip()) for line in text.splitlines() if line[0] == " "}
     assert named == {path for path in Path("cache").iterdir() if path.is_dir()}
-    for builder in ("samples.build_indices", "blend.blend_index"):
+    for builder in ("samples.build_indices", "mixture.blend_index"):
         monkeypatch.setattr(f"fourfold.data.{builder}", lambda *_: pytest.fail("built again"))
-    for part in parts_of(load_config(file)).values():
-        assert len(part.open()) >= part.wanted
+    for part in open_splits(load_config(file)).values():
+        assert len(part.open()) >= part.num_samples
 
 
 def test_index_refuses_what_training_would(data: Path) -> None:
@@ -99,24 +99,24 @@ def test_blend_of_a_configuration_shows_every_part(data: Path) -> None:
 @pytest.mark.parametrize("order", ["megatron", "elastic"])
 def test_the_forecast_is_what_is_served(order: str, data: Path) -> None:
     config = load_config(config_file(data, input_dir="0.4 A 0.6 B", order=order))
-    part = parts_of(config)["train"]
+    part = open_splits(config)["train"]
     mixture = part.open()
     assert isinstance(mixture, Mixture)
-    assert shares_of(mixture, part.wanted) == forecast(part)
+    assert shares_of(mixture, part.num_samples) == preview_blend(part)
 
 
 def test_a_part_no_source_has_is_empty_not_an_error(data: Path) -> None:
     config = load_config(config_file(data, input_dir="0.4 A 0.6 B", split="1"))
-    parts = parts_of(config)
+    parts = open_splits(config)
     assert isinstance(parts["valid"].open(), Samples)
     assert len(parts["valid"].open()) == 0
     assert "valid: no tokens" in run("blend", "-c", "run.yaml")
 
 
 def test_a_plain_list_is_one_after_the_other(data: Path) -> None:
-    listed = parts_of(load_config(config_file(data, input_dir=["A", "B"])))["train"].open()
+    listed = open_splits(load_config(config_file(data, input_dir=["A", "B"])))["train"].open()
     assert isinstance(listed, Samples)
-    blanks = parts_of(load_config(config_file(data, input_dir="A B")))["train"].open()
+    blanks = open_splits(load_config(config_file(data, input_dir="A B")))["train"].open()
     assert isinstance(blanks, Samples)
     assert listed.fingerprint == blanks.fingerprint
 

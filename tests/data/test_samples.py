@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_files import documents_of, write_fleetx, write_legacy, write_megatron
 
-from fourfold.data import Loader, Samples, TokenDataset, open_datasets
-from fourfold.data.dataset import document_starts
+from fourfold.data import Loader, Samples, SampleSpec, TokenDataset, open_datasets
+from fourfold.data.datasets import document_starts
 from fourfold.errors import DataError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -25,15 +25,10 @@ def test_megatron_fixture(part: str, tmp_path: Path) -> None:
     case = json.loads((directory / "case.json").read_text())
     expected = np.load(directory / "expected.npz", allow_pickle=False)
     wanted = dict(zip(("train", "valid", "test"), case["num_samples"]))[part]
-    samples = Samples.open(
-        open_datasets(directory),
-        split=case["split"],
-        part=part,
-        seq_len=case["sequence_length"],
-        num_samples=wanted,
-        seed=case["seed"],
-        cache_dir=tmp_path,
+    spec = SampleSpec(
+        case["split"], part, case["sequence_length"], case["seed"], cache_dir=tmp_path
     )
+    samples = Samples.open(open_datasets(directory), spec, wanted)
     tokens = np.stack([samples[i] for i in range(wanted)])
     assert np.array_equal(tokens, expected[f"{part}_tokens"])
     batch = Loader(samples, wanted, eos_token_id=case["eod"]).batch(0)
@@ -61,7 +56,7 @@ def test_fleetx_order_lays_documents_end_to_end(
         first += sum(of_source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fourfold.data.cache.places", lambda *_: [])
-        samples = Samples.open(sources, "1", "train", seq_len, num_samples, 7, "fleetx")
+        samples = Samples.open(sources, SampleSpec("1", "train", seq_len, 7, "fleetx"), num_samples)
     assert samples.tokens_per_epoch == first
     served = sorted(samples[i].tolist() for i in range(len(samples)))
     stream = list(range(first)) * samples.epochs
@@ -78,7 +73,7 @@ def test_several_datasets_are_split_each_and_joined_in_order(tmp_path: Path) -> 
     sources = open_datasets(tmp_path)
     tokens = {}
     for part in ("train", "valid", "test"):
-        samples = Samples.open(sources, "8,1,1", part, 1, 1, 3, "fleetx")
+        samples = Samples.open(sources, SampleSpec("8,1,1", part, 1, 3, "fleetx"), 1)
         assert samples.epochs == 1
         tokens[part] = sorted({int(token) for i in range(len(samples)) for token in samples[i]})
     assert tokens["train"] == [*range(32), *range(100, 132), *range(200, 232)]
@@ -93,7 +88,7 @@ def test_same_documents_same_samples_in_every_format(tmp_path: Path) -> None:
         directory = tmp_path / write.__name__
         directory.mkdir()
         write(directory / "x", documents)
-        samples = Samples.open(open_datasets(directory), "1", "train", 4, 20, 5)
+        samples = Samples.open(open_datasets(directory), SampleSpec("1", "train", 4, 5), 20)
         served.append([samples[i].tolist() for i in range(len(samples))])
     assert served[0] == served[1] == served[2]
 
@@ -102,18 +97,18 @@ def test_empty_parts_open_and_hold_nothing(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", documents_of([5, 5]))
     sources = open_datasets(tmp_path)
     for part in ("valid", "test"):
-        samples = Samples.open(sources, "949,50,1", part, 4, 1000, 1)
+        samples = Samples.open(sources, SampleSpec("949,50,1", part, 4, 1), 1000)
         assert len(samples) == 0
         assert samples.epochs == 0
         with pytest.raises(IndexError):
             samples[0]
     write_megatron(tmp_path / "x", [[], [], []])
-    assert len(Samples.open(open_datasets(tmp_path), "1", "train", 4, 1000, 1)) == 0
+    assert len(Samples.open(open_datasets(tmp_path), SampleSpec("1", "train", 4, 1), 1000)) == 0
 
 
 def test_a_corpus_smaller_than_one_sample_repeats(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", [[7, 8]])
-    samples = Samples.open(open_datasets(tmp_path), "1", "train", 5, 3, 1)
+    samples = Samples.open(open_datasets(tmp_path), SampleSpec("1", "train", 5, 1), 3)
     assert samples.epochs == 8
     for i in range(len(samples)):
         assert samples[i].tolist() in ([7, 8, 7, 8, 7, 8], [8, 7, 8, 7, 8, 7])
@@ -121,7 +116,7 @@ def test_a_corpus_smaller_than_one_sample_repeats(tmp_path: Path) -> None:
 
 def test_one_token_is_a_corpus(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", [[], [9], []])
-    samples = Samples.open(open_datasets(tmp_path), "1", "train", 3, 2, 1)
+    samples = Samples.open(open_datasets(tmp_path), SampleSpec("1", "train", 3, 1), 2)
     assert samples[0].tolist() == samples[1].tolist() == [9, 9, 9, 9]
 
 
@@ -141,14 +136,16 @@ def test_one_token_is_a_corpus(tmp_path: Path) -> None:
 def test_wrong_arguments_are_named(tmp_path: Path, change: dict[str, object], word: str) -> None:
     write_megatron(tmp_path / "x", [[1, 2, 3]])
     sources = open_datasets(tmp_path)
-    usual = {"split": "1", "part": "train", "seq_len": 2, "num_samples": 1, "seed": 1}
+    usual = {"split": "1", "part": "train", "seq_len": 2, "seed": 1}
+    given = {"sources": sources, "num_samples": 1, **usual, **change}
+    opened = {name: given.pop(name) for name in ("sources", "num_samples")}
     with pytest.raises(DataError, match=word):
-        Samples.open(**{"sources": sources, **usual, **change})
+        Samples.open(spec=SampleSpec(**given), **opened)
 
 
 def test_sample_numbers_beyond_the_end(tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", documents_of([9]))
-    samples = Samples.open(open_datasets(tmp_path), "1", "train", 2, 1, 1)
+    samples = Samples.open(open_datasets(tmp_path), SampleSpec("1", "train", 2, 1), 1)
     for i in (-1, len(samples)):
         with pytest.raises(IndexError):
             samples[i]

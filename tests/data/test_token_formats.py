@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_prepare import Numbers
 from token_files import (
     CODES,
     WRITERS,
+    Numbers,
     idx_bytes,
     write_fleetx,
     write_legacy,
@@ -21,9 +21,9 @@ from token_files import (
 )
 
 from fourfold.data import TokenDataset, cache, npy, open_datasets
-from fourfold.data import dataset as dataset_module
-from fourfold.data.prepare import prepare
+from fourfold.data import datasets as datasets_module
 from fourfold.errors import DataError
+from fourfold.tools.prepare.pipeline import prepare
 
 DOCUMENTS = [[5, 6, 7], [], [8, 9], [300]]
 
@@ -328,8 +328,8 @@ def test_an_interrupted_id_check_goes_on_where_it_stopped(
 ) -> None:
     ids = [[number % 300 for number in range(100)]] * 50
     write_megatron(tmp_path / "x", ids, "int32")
-    monkeypatch.setattr(dataset_module, "BLOCK", 100)
-    monkeypatch.setattr(dataset_module, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(datasets_module, "BLOCK", 100)
+    monkeypatch.setattr(datasets_module, "KEEP_SECONDS", 0.0)
     alive: list[int] = []
 
     def killed() -> None:
@@ -389,7 +389,7 @@ def test_a_rank_that_trusts_reads_no_lengths(
     first = read(tmp_path / "x")
     first.keep_fingerprint()
     with cache.trusting(), monkeypatch.context() as patch:
-        patch.setattr("fourfold.data.megatron._check_sequences", lambda *_: pytest.fail("read"))
+        patch.setattr("fourfold.data.readers._check_sequences", lambda *_: pytest.fail("read"))
         patch.setattr(TokenDataset, "_hashed", lambda *_: pytest.fail("read"))
         second = read(tmp_path / "x")
         assert second.fingerprint == first.fingerprint

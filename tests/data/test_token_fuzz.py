@@ -24,7 +24,7 @@ import pytest
 from mutate import mutate
 from token_files import write_fleetx, write_legacy, write_megatron
 
-from fourfold.data import Samples, open_datasets
+from fourfold.data import Samples, SampleSpec, open_datasets
 from fourfold.errors import DataError
 
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -85,7 +85,9 @@ class Target:
         assert got == self.decode(content)
         dataset.max_id()
         assert len(dataset.fingerprint) == 64
-        samples = Samples.open([dataset], "8,1,1", "train", 5, 3, 1, cache_dir=self.directory / "c")
+        samples = Samples.open(
+            [dataset], SampleSpec("8,1,1", "train", 5, 1, cache_dir=self.directory / "c"), 3
+        )
         assert all(len(samples[i]) == 6 for i in range(len(samples)))
         return True
 

@@ -13,10 +13,10 @@ from tiny_run import FIXTURE, Configure
 
 from fourfold import checkpoint
 from fourfold.data import Mixture
-from fourfold.data.prepare import prepare
 from fourfold.engine import Engine
 from fourfold.errors import ConfigError, DataError, UserError
 from fourfold.tokenizer import Tokenizer, train
+from fourfold.tools.prepare.pipeline import prepare
 
 BLEND = FIXTURE.parent / "megatron_blend"
 A, B = BLEND / "part0_text_document", BLEND / "part1_text_document"

@@ -24,12 +24,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerFile
 
 from fourfold.config import load_config
-from fourfold.data.inputs import find_inputs
-from fourfold.data.prepare import Settings, prepare_files
 from fourfold.engine import Engine
 from fourfold.errors import UserError
 from fourfold.generate.loading import tokenizer_of_run
 from fourfold.tokenizer import train
+from fourfold.tools.prepare.input_files import find_inputs
+from fourfold.tools.prepare.manifest import PrepareSettings
+from fourfold.tools.prepare.pipeline import prepare_files
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = ROOT / "tests" / "config" / "blocks"  # the documents' YAML, each block as printed
@@ -100,7 +101,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train(texts, VOCAB).save(root / "tokenizer.json")
     for name in TREE:
         prefix = examples / name / "data" / "gpt_en_dataset_300m"
-        settings = Settings(tokenizer=str(tokenizer), format="fleetx")
+        settings = PrepareSettings(tokenizer=str(tokenizer), format="fleetx")
         prepare_files(find_inputs([root / "text.txt"]), prefix, settings)
         assert {"gpt_en_dataset_300m_ids.npy", "gpt_en_dataset_300m_idx.npz"} <= {
             file.name for file in prefix.parent.iterdir()

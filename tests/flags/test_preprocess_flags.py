@@ -18,7 +18,7 @@ from raw_text import (
 )
 
 from fourfold.data import open_datasets
-from fourfold.data.report import find_tokenizer
+from fourfold.data.tokenizer_check import find_tokenizer
 from fourfold.errors import DataError, UserError
 from fourfold.flags.preprocess import main, preprocess
 from fourfold.tokenizer import Tokenizer

@@ -1,0 +1,1 @@
+"""Work on token files: `fourfold data inspect | verify | merge | split | convert | blend`."""
