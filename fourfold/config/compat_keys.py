@@ -155,7 +155,7 @@ def _decays(tree: Tree) -> bool:
 
 
 def _unfold_old_layout(tree: Tree, report: Report) -> None:
-    """`PreTraining:` held a flat list of keys beside some sections; names were unique over all."""
+    """`PreTraining:` was a flat list of keys beside some sections; names were unique over all."""
     root = tree.pop("PreTraining", None)
     if root is None or root.value is None:
         return
@@ -183,13 +183,13 @@ def _unfold_old_layout(tree: Tree, report: Report) -> None:
 def _lift_nested_sections(tree: Tree, report: Report) -> None:
     """The documents print some sections indented; pasted below another they end up inside it."""
     outers = [(name, tree[name].value) for name in SECTIONS if name in tree]
-    for outer, held in [(name, held) for name, held in outers if isinstance(held, dict)]:
-        for name in [name for name in held if name in SECTIONS]:
-            inner = held[name]
+    for outer, keys in [(name, keys) for name, keys in outers if isinstance(keys, dict)]:
+        for name in [name for name in keys if name in SECTIONS]:
+            inner = keys[name]
             later_data = outer == "Data" and name in _LATER_DATA and inner.is_section
             if later_data and _LATER_DATA_KEYS & set(inner.value):
                 continue
-            del held[name]
+            del keys[name]
             report.notice(inner.source, f"{outer}.{name} is read as the section {name}")
             _place(tree, name, inner, report)
 

@@ -243,7 +243,7 @@ def _check_pipeline(config: Config, findings: ConfigFindings) -> None:
             *names,
         )
     elif layout.pp_layers is not None:
-        _check_given_layers(layout.pp_layers, stages, layers, findings)
+        _check_layer_counts(layout.pp_layers, stages, layers, findings)
     elif layers % stages:
         findings.notice(
             f"{said} = {stages} stages do not divide Model.num_layers={layers}; the stages in the "
@@ -253,14 +253,15 @@ def _check_pipeline(config: Config, findings: ConfigFindings) -> None:
     _check_schedule(config, findings)
 
 
-def _check_given_layers(
-    given: list[int], stages: int, layers: int, findings: ConfigFindings
+def _check_layer_counts(
+    per_stage: list[int], stages: int, layers: int, findings: ConfigFindings
 ) -> None:
-    if len(given) == stages and sum(given) == layers:
+    if len(per_stage) == stages and sum(per_stage) == layers:
         return
     findings.problem(
-        f"Distributed.pp_layers={given} gives {sum(given)} layers to {len(given)} stages, but "
-        f"there are Model.num_layers={layers} and pp_degree * virtual_pp_degree = {stages} stages; "
+        f"Distributed.pp_layers={per_stage} gives {sum(per_stage)} layers to {len(per_stage)} "
+        f"stages, but there are Model.num_layers={layers} and "
+        f"pp_degree * virtual_pp_degree = {stages} stages; "
         "list one number for each stage that add up, or leave it empty",
         "Distributed.pp_layers",
         "Distributed.pp_degree",
@@ -272,11 +273,11 @@ def _check_given_layers(
 def _check_schedule(config: Config, findings: ConfigFindings) -> None:
     layout, micro_batches = config.Distributed, config.Engine.accumulate_steps
     pp, per_rank, schedule = layout.pp_degree, layout.virtual_pp_degree, layout.pp_schedule
-    wanted = stages_per_rank(schedule)
-    if wanted is not None and per_rank != wanted:
+    required = stages_per_rank(schedule)
+    if required is not None and per_rank != required:
         findings.problem(
             f"Distributed.virtual_pp_degree={per_rank} does not go with pp_schedule={schedule}, "
-            f"which holds {wanted} stage{'s' * (wanted > 1)} per rank; set it to {wanted}",
+            f"which holds {required} stage{'s' * (required > 1)} per rank; set it to {required}",
             "Distributed.virtual_pp_degree",
             "Distributed.pp_schedule",
         )
@@ -416,9 +417,9 @@ def falls_into_rounds(schedule: str, pp: int, micro_batches: int) -> bool:
 
 
 def schedule_fits(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
-    wanted = stages_per_rank(schedule)
+    required = stages_per_rank(schedule)
     return (
-        (wanted is None or per_rank == wanted)
+        (required is None or per_rank == required)
         and micro_batches >= fewest_micro_batches(schedule, pp)
         and falls_into_rounds(schedule, pp, micro_batches)
     )

@@ -155,12 +155,12 @@ def _model_class() -> Any:
     class FourfoldLM(LM):  # type: ignore[misc]
         """Requests in, answers in the same order out; `args` of a request are its strings."""
 
-        def __init__(self, config: Config | str, **given: Any) -> None:
-            """`given` is what the harness's command was: its own options, and --model_args, of
+        def __init__(self, config: Config | str, **options: Any) -> None:
+            """`options` are what the harness's command got: its own, and --model_args, of
             which those with a dot are configuration keys."""
             super().__init__()
             if isinstance(config, str):
-                config = load_config(config, _overrides(given))
+                config = load_config(config, _overrides(options))
             self._answers = answers_of(config)
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
@@ -175,11 +175,11 @@ def _model_class() -> Any:
     return FourfoldLM
 
 
-def _overrides(given: dict[str, Any]) -> list[str]:
+def _overrides(options: dict[str, Any]) -> list[str]:
     """The harness's --batch_size and --device, and keys by their own names, as `key=value`."""
-    given = {name: value for name, value in given.items() if value is not None}
-    batch_size, device = given.pop("batch_size", None), given.pop("device", None)
-    unknown = sorted(name for name in given if "." not in name)
+    options = {name: value for name, value in options.items() if value is not None}
+    batch_size, device = options.pop("batch_size", None), options.pop("device", None)
+    unknown = sorted(name for name in options if "." not in name)
     if unknown:
         raise UserError(
             f"--model_args {', '.join(unknown)}: not known here; give config=FILE and "
@@ -187,7 +187,7 @@ def _overrides(given: dict[str, Any]) -> list[str]:
         )
     if batch_size is not None and not str(batch_size).isdecimal():
         raise UserError(f"--batch_size {batch_size}: give a number of texts")
-    overrides = [f"{name}={value}" for name, value in given.items()]
+    overrides = [f"{name}={value}" for name, value in options.items()]
     if batch_size is not None:
         overrides.append(f"Eval.batch_size={batch_size}")
     if device is not None:

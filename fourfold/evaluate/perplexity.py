@@ -4,7 +4,7 @@ Windows of `seq_len` inputs begin every `stride` tokens. The first counts whole;
 only the last `stride` predictions count, which no window before it made, so every token but the
 first is counted once and all but the first few after at least `seq_len - stride` others.
 
-The tokens come in pieces of any length and are held no longer than a window needs them.
+The tokens come in pieces of any length and are kept no longer than a window needs them.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ def windows(
     """The windows over all pieces laid end to end, each scored on the tokens it counts."""
     assert 1 <= stride <= seq_len, (stride, seq_len)
     source = iter(pieces)
-    held = np.empty(0, np.int64)
-    seen = 1  # tokens at the beginning of `held` that are counted, or can have no prediction
+    buffer = np.empty(0, np.int64)
+    seen = 1  # tokens at the beginning of `buffer` that are counted, or can have no prediction
     while True:
-        held, ended = _filled(held, source, seq_len + 2)
-        window = held[: seq_len + 1]
+        buffer, ended = _filled(buffer, source, seq_len + 2)
+        window = buffer[: seq_len + 1]
         if len(window) > seen:
             yield ScoreRequest(window, len(window) - seen)
             seen = len(window)
-        if ended and len(held) <= seq_len + 1:
+        if ended and len(buffer) <= seq_len + 1:
             return
-        held, seen = held[stride:], seen - stride
+        buffer, seen = buffer[stride:], seen - stride
 
 
 def _filled(
-    held: np.ndarray, source: Iterator[Sequence[int] | np.ndarray], tokens: int
+    buffer: np.ndarray, source: Iterator[Sequence[int] | np.ndarray], tokens: int
 ) -> tuple[np.ndarray, bool]:
-    """`held` with enough pieces behind it to have so many `tokens`; whether there were no more."""
-    parts, found = [held], len(held)
+    """`buffer` filled with pieces to so many `tokens`, and whether the pieces ran out."""
+    parts, found = [buffer], len(buffer)
     while found < tokens:
         piece = next(source, None)
         if piece is None:
             return np.concatenate(parts), True
         parts.append(np.asarray(piece, np.int64))
         found += len(piece)
-    return np.concatenate(parts) if len(parts) > 1 else held, False
+    return np.concatenate(parts) if len(parts) > 1 else buffer, False
 
 
 def measure_loss(

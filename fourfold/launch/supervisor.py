@@ -148,7 +148,7 @@ class Watch:
         self.console = RankZeroLines(workers, echo)
 
     def run(self) -> int:
-        """Until no rank is left that could go on; the exit code of the attempt."""
+        """Until no rank is left that could continue; the exit code of the attempt."""
         stopping: float | None = None
         while self.workers.running:
             self._wait()
@@ -206,7 +206,7 @@ class Watch:
         return FAILED
 
     def _write_stacks(self) -> None:
-        """Somebody wants to know where the ranks stand; they write it down and go on."""
+        """Somebody wants to know where the ranks stand; they write it down and continue."""
         self.signals.wants_stacks = False
         self.workers.signal(STACKS_SIGNAL)
         self.tell(STACKS_PLACE.format(directory=self.workers.log_dir))

@@ -285,7 +285,7 @@ MAX_TEXT_BYTES = 1 << 18
 class RankLog:
     """What a rank writes in an attempt, kept open from the start.
 
-    Whatever becomes of the file's name, both sides go on with the file, and one that can no longer
+    Whatever becomes of the file's name, both sides keep the file, and one that can no longer
     be read is empty: to look after ranks does not depend on their logs.
     """
 

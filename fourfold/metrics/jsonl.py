@@ -2,7 +2,7 @@
 
 JSON has no NaN or infinity, so they are written as the strings "NaN", "Infinity", "-Infinity";
 `read_jsonl` gives them back as floats. Each line is handed to the system at once, so a crash can
-tear only the last one, which readers pass over. A run resumed at step k goes on after the records
+tear only the last one, which readers pass over. A run resumed at step k continues after the records
 of step k: what the interrupted run wrote beyond is dropped, and the file as it was stays beside
 it as `metrics.jsonl.bak`.
 """

@@ -240,7 +240,7 @@ class Stragglers:
     def __init__(self) -> None:
         self.suspect: int | None = None
         self.windows = 0
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
 
     def look(self, times: RankTimes) -> str | None:
         """What to say about this window, if anything."""
@@ -248,9 +248,9 @@ class Stragglers:
         rank = times.slowest_rank if slow else None
         self.windows = self.windows + 1 if rank == self.suspect else 1
         self.suspect = rank
-        if rank is None or rank in self.told or self.windows < WINDOWS_TO_BE_SURE:
+        if rank is None or rank in self.reported or self.windows < WINDOWS_TO_BE_SURE:
             return None
-        self.told.add(rank)
+        self.reported.add(rank)
         return (
             f"rank {rank} holds the others up: busy for {times.busy_seconds_most:.3f} s of a step, "
             f"the middle rank for {times.busy_seconds_median:.3f} s"

@@ -99,7 +99,7 @@ class ProfilerWindow:
             activities.append(ProfilerActivity.CUDA)
         recording = profile(
             activities=activities,
-            # The window is kept here; a schedule is given because only then steps are marked.
+            # The window is kept here; a schedule is passed because only then steps are marked.
             schedule=lambda _: ProfilerAction.RECORD,
             record_shapes=self._record_shapes,
             profile_memory=self._profile_memory,
@@ -143,9 +143,9 @@ def _chosen_views(detailed: bool, summary: Mapping[str, bool | None]) -> list[st
         raise UserError(
             f"Profiler.summary has no view {', '.join(unknown)}; choose from {', '.join(VIEWS)}"
         )
-    wanted = {view: view in DEFAULT_VIEWS for view in VIEWS}
-    wanted |= {view: value for view, value in summary.items() if value is not None}
-    return [view for view in VIEWS if detailed or wanted[view]]
+    chosen = {view: view in DEFAULT_VIEWS for view in VIEWS}
+    chosen |= {view: value for view, value in summary.items() if value is not None}
+    return [view for view in VIEWS if detailed or chosen[view]]
 
 
 # -- views --------------------------------------------------------------------------------------
@@ -275,9 +275,9 @@ def _ranges(title: str, rows: list[Row], steps: int) -> str:
 
 def _memory(rows: list[Row], steps: int) -> str:
     """Operators by the memory they took and did not give back themselves."""
-    held = [row for row in rows if row.self_cpu_memory_usage or row.self_device_memory_usage]
+    allocating = [row for row in rows if row.self_cpu_memory_usage or row.self_device_memory_usage]
     ranked = sorted(
-        held,
+        allocating,
         key=lambda row: row.self_cpu_memory_usage + row.self_device_memory_usage,
         reverse=True,
     )

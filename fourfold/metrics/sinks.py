@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     name: str
 
     def write(self, record: Mapping[str, Any]) -> None: ...
@@ -42,7 +42,7 @@ class Sinks:
     goes on.
     """
 
-    def __init__(self, *sinks: Sink, step: int = 0) -> None:
+    def __init__(self, *sinks: MetricSink, step: int = 0) -> None:
         self._sinks = sinks
         self._step = step
         self._failing: set[str] = set()
@@ -109,7 +109,7 @@ class Sinks:
                 sink.write(record)
 
     @contextmanager
-    def _surviving(self, sink: Sink) -> Iterator[None]:
+    def _surviving(self, sink: MetricSink) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -146,7 +146,7 @@ def open_sinks(
     directory, config = Path(output_dir), _plain(config or {})
     if console is None:
         console = Console(max_steps=max_steps, start_step=resume_step, style=style)
-    sinks: list[Sink] = [console]
+    sinks: list[MetricSink] = [console]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if wandb:

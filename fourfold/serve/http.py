@@ -183,12 +183,12 @@ class SecurityMiddleware:
                 code="too_many_guesses",
                 headers={"retry-after": "1"},
             )
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
         # Compared in constant time, so that the time of the answer tells nothing about the token.
-        same = hmac.compare_digest(given.strip().encode(), self._token)
+        same = hmac.compare_digest(credentials.strip().encode(), self._token)
         if same and scheme.lower() == "bearer":
             return
-        if given:
+        if credentials:
             self._guessing[client] += 1
             try:
                 await asyncio.sleep(self._limits.guess_seconds)

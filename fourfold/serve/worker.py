@@ -8,7 +8,7 @@ Between two steps of the session the thread takes in new jobs and lets go of can
 ones. Clients take turns at the slots that are free, however much each has asked for. A sequence
 depends on nothing but its own request (see fourfold/generate/session.py).
 
-A step that fails ends the jobs in it, and the thread goes on with a new session. Where that fails
+A step that fails ends the jobs in it, and the thread continues with a new session. Where that fails
 too, the model is lost: every job is told, `failed` is True, and `on_failure` is called once.
 """
 
