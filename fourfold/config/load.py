@@ -179,7 +179,11 @@ def _section_at(path: str) -> type[Section]:
 
 
 def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
-    """`tree` with every override in it, later ones winning."""
+    """`tree` with every override in it, later ones winning.
+
+    The value is a word as in YAML (`1e-5`, `True`, `null`, `./data`), a quoted string, or a list or
+    mapping in brackets. Everything after the first `=` belongs to it. Nothing is evaluated.
+    """
     for layer, text in enumerate(overrides, start=1):
         source = f"-o {text}"
         if not _is_unicode(text):
