@@ -166,7 +166,7 @@ class TokenDataset:
         stop = size if stop is None else stop
         assert 0 <= start <= stop <= size, (document, start, stop, size)
         first = int(self._starts[document]) // self._start_unit
-        self._ask_for(first + start, first + stop)
+        self._read_ahead(first + start, first + stop)
         return self.ids[first + start : first + stop]
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
@@ -180,11 +180,11 @@ class TokenDataset:
         begin, end = (int(start) // self._start_unit for start in self._starts[[first, last - 1]])
         return end + int(self.sizes[last - 1]) - begin
 
-    def _ask_for(self, start: int, stop: int) -> None:
-        """Have the system read just these tokens, at once.
+    def _read_ahead(self, start: int, stop: int) -> None:
+        """Have the kernel read exactly these tokens ahead (madvise).
 
         Left to page faults it reads megabytes around each place, which for samples spread over a
-        file that is not in memory takes some fifty times as long.
+        file that is not in the page cache takes some fifty times as long.
         """
         if self._mapping is None or WILL_NEED is None or start == stop:
             return
@@ -209,9 +209,7 @@ class TokenDataset:
     @cached_property
     def tokenizer_record(self) -> TokenizerRecord | None:
         """None without a manifest, or with one that says nothing of a tokenizer."""
-        about = (self.manifest or {}).get("tokenizer")
-        if not isinstance(about, dict):
-            return None
+        about = manifest_section(self.manifest, "tokenizer")
         identity, size, eos = about.get("identity"), about.get("vocab_size"), about.get("eos_id")
         if not isinstance(identity, str) or not isinstance(size, int):
             return None
@@ -256,7 +254,7 @@ class TokenDataset:
         return self._hashed()
 
     def keep_fingerprint(self) -> None:
-        """For the other ranks of this start, which then need not read every length too."""
+        """Keep it for the other ranks of this start, which then need not read every length."""
         record = {"fingerprint": self.fingerprint}
         cache.write_record(self.places, self._files_key, record)
 
@@ -279,7 +277,7 @@ class TokenDataset:
         little_endian = self.dtype.newbyteorder("<")
         for start in self._fingerprint_starts():
             stop = min(int(start) + FINGERPRINT_BLOCK_TOKENS, self.num_tokens)
-            self._ask_for(int(start), stop)
+            self._read_ahead(int(start), stop)
             digest.update(np.ascontiguousarray(self.ids[start:stop], little_endian).data)
         return digest.hexdigest()
 
@@ -296,10 +294,10 @@ class TokenDataset:
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError unless every id is in 0..vocab_size-1.
 
-        Of data Fourfold wrote, whose files have the recorded sizes, the manifest is believed.
-        Otherwise the first call reads every token. The result is kept in the cache directory under
-        the content's fingerprint and the file's time stamp, and so is now and then how far the
-        reading has come, so that a start that was interrupted goes on from there.
+        The manifest is believed for data that Fourfold wrote and whose files have the recorded
+        sizes. Otherwise the first call reads every token. The result is kept in the cache directory
+        under the content's fingerprint and the file's time stamp, and so is, now and then, how far
+        the reading has come, so that an interrupted start resumes there.
         """
         # Ids that cannot be out of range need not be read.
         limits = np.iinfo(self.dtype)

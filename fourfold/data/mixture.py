@@ -104,7 +104,7 @@ class Mixture:
         if spec.order == "elastic":
             opened, size = [0] * len(sources), asked
         else:
-            assert progress == MixtureProgress(), "only elastic order can go on from somewhere"
+            assert progress == MixtureProgress(), "only elastic order can resume"
             opened, counted = blend_sizes(shares, num_samples, spec.blend_rounding)
             size = sum(counted)
         shares = normalised(shares.tolist())
@@ -194,10 +194,10 @@ class Mixture:
     def progress_after(
         self, state: dict[str, Any], consumed: int
     ) -> tuple[MixtureProgress, list[str]]:
-        """How to go on after a checkpoint's state, and what to say about it.
+        """The progress to resume a checkpoint's state with, and notices for the user.
 
-        With the weights of the checkpoint the sequence goes on as it was; with others they begin
-        here, and every source keeps its count, those that are left out too.
+        With the checkpoint's weights the sequence continues as it was; other weights take effect
+        here, and every source keeps its count, including those that are left out.
         """
         served = dict(state["served_before"])
         saved = [(entry["identity"], entry["weight"]) for entry in state["sources"]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from fourfold import __version__
 from fourfold.config.recipe import Rounding
-from fourfold.data.datasets import FORMATS, TokenDataset, prefix_of
+from fourfold.data.datasets import FORMATS, TokenDataset, manifest_section, prefix_of
 from fourfold.data.readers import empty_groups, has_modes, open_datasets
 from fourfold.data.samples import PARTS, document_ranges
 from fourfold.errors import DataError
@@ -158,8 +158,7 @@ def _compare_tokenizers(datasets: Sequence[TokenDataset], force: bool) -> list[s
 
 
 def _tokenizer_identity(manifest: dict[str, Any] | None) -> str:
-    tokenizer = (manifest or {}).get("tokenizer")
-    return str(tokenizer.get("identity", "")) if isinstance(tokenizer, dict) else ""
+    return str(manifest_section(manifest, "tokenizer").get("identity", ""))
 
 
 def _losses(runs: Sequence[DocumentRange], form: str, force: bool) -> list[str]:

@@ -20,6 +20,7 @@ from fourfold.data.datasets import (
     files_of,
     formats_at,
     manifest_file,
+    manifest_section,
     passing_blocks,
     read_manifest,
 )
@@ -182,8 +183,7 @@ def _check_counts(dataset: TokenDataset, manifest: dict[str, Any], result: Verif
 
 
 def _recorded_vocabulary(manifest: dict[str, Any] | None) -> int | None:
-    tokenizer = (manifest or {}).get("tokenizer")
-    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    size = manifest_section(manifest, "tokenizer").get("vocab_size")
     return size if isinstance(size, int) else None
 
 
