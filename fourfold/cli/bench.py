@@ -108,7 +108,7 @@ def _run(run: training.Run, nproc: int | None) -> tuple[int, Config, int]:
 
 
 def _tell(config: Config, world_size: int, directory: Path, warmup: int, as_json: bool) -> None:
-    from fourfold.engine.measurement import measurement
+    from fourfold.engine.benchmark import measurement
     from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
 
     file = directory / FILE_NAME

@@ -16,7 +16,7 @@ World = Annotated[
 def layout(config: ConfigFile, override: Overrides = None, world: World = None) -> None:
     """Build every rank of the configured layout on the meta device and list what it holds."""
     from fourfold.config import load_config
-    from fourfold.engine.census import fake_census, in_bytes
+    from fourfold.engine.banner import fake_rank_memory, in_bytes
     from fourfold.model import ModelShape, count_parameters
     from fourfold.parallel import layout_of
 
@@ -24,7 +24,7 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
     for notice in resolved.notices:
         typer.echo(notice, err=True)
     shape, chosen = layout_of(resolved), ModelShape.of(resolved.Model)
-    shares = fake_census(resolved)
+    shares = fake_rank_memory(resolved)
     typer.echo(f"layout {shape}: {shape.world_size} process(es)")
     header = ("rank", "dp", "pp", "sharding", "mp", "layers", "parameters", "state", "activations")
     rows: list[tuple[str, ...]] = [header]

@@ -15,7 +15,7 @@ from fourfold.signals import answer_with_stacks
 
 if TYPE_CHECKING:
     from fourfold.config import Config
-    from fourfold.engine.expectation import Expectation
+    from fourfold.engine.monitoring import Prediction
 
 Processes = Annotated[
     int | None, typer.Option(min=1, help="Number of processes to start on this machine.")
@@ -96,7 +96,7 @@ class Run:
     auto: bool
     cluster: str | None
 
-    def resolve(self, world_size: int | None) -> tuple[Config, Expectation | None]:
+    def resolve(self, world_size: int | None) -> tuple[Config, Prediction | None]:
         """The configuration for that many processes (None: one, started by hand), and what its plan
         foretells where the layout is left to us."""
         from fourfold.config import load_config
@@ -144,7 +144,7 @@ def join_others() -> int:
 
 
 def fit_here(
-    config: Config, expected: Expectation | None, world_size: int, *, save: bool = True
+    config: Config, expected: Prediction | None, world_size: int, *, save: bool = True
 ) -> None:
     """One process, or one of those a launcher started."""
     from fourfold.engine import Engine
@@ -154,7 +154,7 @@ def fit_here(
 
 def fit_in_processes(
     config: Config,
-    expected: Expectation | None,
+    expected: Prediction | None,
     nproc: int,
     max_restarts: int = 0,
     hang_seconds: float | None = None,

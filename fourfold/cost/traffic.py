@@ -1,4 +1,4 @@
-"""Bytes one rank sends in a step, by axis, from formulas: what `--dry-run` counts, foretold.
+"""Bytes one rank sends in a step, by axis, from formulas: what `--dry-run` counts.
 
 An all-reduce counts twice its tensor, as a ring moves it; a gather or a scatter its whole tensor
 once; a message between stages once, where it is sent.

@@ -1,10 +1,11 @@
-"""`Engine.fit()`: the training loop. How anything is parallelised is none of its business."""
+"""The training loop, `Engine.fit()`. It does not know how the model is parallelised."""
 
 from __future__ import annotations
 
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,23 +14,21 @@ from fourfold.checkpoint import Crew
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
-from fourfold.engine.expectation import Expectation
-from fourfold.engine.feeds import open_feeds
-from fourfold.engine.guard import Guard
-from fourfold.engine.instruments import Instruments
+from fourfold.engine.banner import describe
 from fourfold.engine.lock import Claim, claim
-from fourfold.engine.summary import describe
-from fourfold.errors import DataError
+from fourfold.engine.monitoring import Monitoring, Prediction
+from fourfold.engine.run_data import open_run_data
+from fourfold.errors import DataError, UserError
 from fourfold.mesh import connect, select_device
 from fourfold.metrics import Meter, Sinks, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
 from fourfold.parallel import Runner, layout_of, parallelize
-from fourfold.parallel.drift import check_replicas
 from fourfold.parallel.precision import (
     slow_attention_notice,
     slow_dtype_notice,
     unmet_list_entries,
 )
+from fourfold.parallel.replica_check import check_replicas
 from fourfold.signals import StopRequest
 from fourfold.waiting import uncounted
 
@@ -38,7 +37,7 @@ class Engine:
     """A run: model, data, optimizer and the place they are saved to."""
 
     def __init__(
-        self, config: Config, world_size: int = 1, expected: Expectation | None = None
+        self, config: Config, world_size: int = 1, expected: Prediction | None = None
     ) -> None:
         """`expected` is what a plan said of this run; it is compared with what happens."""
         heartbeat.beat(0, "start")
@@ -54,7 +53,7 @@ class Engine:
         self.crew = Crew.of(self.mesh, timeout)
         # Rank 0 makes the index caches, the others then find them.
         self.feeds = self.mesh.in_turn(
-            lambda: open_feeds(
+            lambda: open_run_data(
                 config, self.layout, self.mesh.data_rank, checked=self.mesh.rank != 0
             )
         )
@@ -67,7 +66,7 @@ class Engine:
             if self.runner.precision.scales_loss
             else None
         )
-        self.guard = Guard(config.Engine.max_skipped_steps)
+        self.guard = NonFiniteGuard(config.Engine.max_skipped_steps)
         self.step = 0
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
         self.notices = [*config.notices, *self.feeds.notices]
@@ -112,7 +111,7 @@ class Engine:
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
 
-    def _train(self, watch: Instruments, stop: StopRequest, save: bool) -> bool:
+    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
         """All steps to the last, or to a stop; whether it was one."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
         if self.step >= engine.max_steps:
@@ -224,10 +223,10 @@ class Engine:
 
     # -- reporting --------------------------------------------------------------------------
 
-    def _open_instruments(self, closing: ExitStack) -> Instruments:
-        """Instruments; says everything the run derived before its first step."""
+    def _open_instruments(self, closing: ExitStack) -> Monitoring:
+        """Monitoring; says everything the run derived before its first step."""
         config, precision = self.config, self.runner.precision
-        watch = Instruments(
+        watch = Monitoring(
             config, self.mesh, self.device, precision, self.step, closing, self.expected
         )
         lists = config.Engine.mix_precision
@@ -242,12 +241,12 @@ class Engine:
         ]
         self.notices += filter(None, slow)
         plan = describe(config, self.layout, self.runner, self.feeds, watch.peak_reason)
-        foretold = [] if self.expected is None else [self.expected.line()]
-        for line in [*self.notices, *plan, *foretold]:
+        predicted = [] if self.expected is None else [self.expected.line()]
+        for line in [*self.notices, *plan, *predicted]:
             watch.sinks.notice(line)
         return watch
 
-    def _end_step(self, watch: Instruments, loss: float, norm: float) -> None:
+    def _end_step(self, watch: Monitoring, loss: float, norm: float) -> None:
         watch.end_step(
             step=self.step,
             epoch=self._epoch(),
@@ -283,3 +282,43 @@ def build_optimizer(config: Config, runner: Runner) -> Optimizer:
         grad_clip=section.grad_clip,
         tensor_fusion=config.Fused.tensor_fusion,
     )
+
+
+# -- the guard before every update ----------------------------------------------------------------
+
+
+@dataclass
+class NonFiniteGuard:
+    """Decides whether an update is applied and when enough is enough."""
+
+    limit: int
+    skipped: int = 0
+    consecutive_skips: int = 0
+
+    def admits(self, loss: float, norm: float, scale: LossScale | None) -> bool:
+        """True if the update may go ahead; otherwise it is counted as skipped."""
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        searching = scale is not None and not scale.exhausted and math.isfinite(loss)
+        if scale is not None:
+            scale.update(overflowed=not finite)
+        if finite:
+            self.consecutive_skips = 0
+            return True
+        self.skipped += 1
+        # While fp16 is still looking for its loss scale, an overflow is routine.
+        if not searching:
+            self.consecutive_skips += 1
+        return False
+
+    @property
+    def gave_up(self) -> bool:
+        return self.consecutive_skips >= self.limit
+
+    def failure(self, step: int, saved: str) -> UserError:
+        return UserError(
+            f"the loss or the gradient was not finite for {self.consecutive_skips} updates in a "
+            f"row, up to step {step} (Engine.max_skipped_steps={self.limit}). No such update was "
+            f"applied; the weights before them are in {saved}. The samples are listed in "
+            "metrics.jsonl: "
+            "look at them, lower Optimizer.lr.max_lr, or use a wider Engine.mix_precision.dtype"
+        )

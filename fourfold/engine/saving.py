@@ -24,7 +24,7 @@ from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
 from fourfold.optim import LossScale, Optimizer
 from fourfold.parallel import Runner
-from fourfold.parallel.drift import check_replicas
+from fourfold.parallel.replica_check import check_replicas
 from fourfold.shards import Shard
 from fourfold.signals import StopRequest
 

@@ -20,7 +20,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -218,8 +217,8 @@ def run_rank(work: Callable[[], None], spec: RankSpec) -> NoReturn:
         code = _exit_code(work, spec)
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        code = report(error)
     finally:
         os._exit(code)
 

@@ -99,12 +99,14 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def offsets_of_shard(parameter: Tensor) -> tuple[int, ...]:
-    """Where this rank's shard begins in what was divided."""
+def offsets_of_shard(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Where this rank's shard begins in what was divided over `mesh`.
+
+    The parameter's own mesh may be another rank's: torch caches the results of operations on
+    DTensors by the shape of their mesh, and a dry run in this process was several ranks in turn.
+    """
     assert isinstance(parameter, DTensor)
-    return compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )[1]
+    return compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)[1]
 
 
 class TimedAllGather(DefaultAllGather):

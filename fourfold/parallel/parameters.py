@@ -63,7 +63,7 @@ def _offsets(table: ParamTable, name: str, parameter: nn.Parameter, mesh: Mesh) 
     if is_sharded(parameter):
         from fourfold.parallel.fsdp import offsets_of_shard
 
-        inside = offsets_of_shard(parameter)
+        inside = offsets_of_shard(parameter, mesh.sharding_mesh)
         offsets = [outer + inner for outer, inner in zip(offsets, inside)]
     return tuple(offsets)
 

@@ -21,9 +21,9 @@ from fourfold.mesh import Mesh
 from fourfold.model import GPT
 from fourfold.model.init import initialize_shards
 from fourfold.model.seeds import mix_seed
+from fourfold.parallel.data_parallel import GradientSync, sum_across_model, sum_tied
 from fourfold.parallel.parameters import local_shards, named_parameters, tied_keys
 from fourfold.parallel.precision import Precision
-from fourfold.parallel.reduce import Replicas, sum_across_model, sum_tied
 from fourfold.shards import Shard
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Runner:
         device: torch.device,
         micro_batch_size: int,
         seed: int,
-        by_sequence: bool = False,
+        sequence_parallel: bool = False,
         sharding: Sharding | None = None,
         pipeline: Pipeline | None = None,
         trains: bool = True,
@@ -60,7 +60,7 @@ class Runner:
         self.device = device
         self.micro_batch_size = micro_batch_size
         self.seed = seed
-        self.by_sequence = by_sequence
+        self.sequence_parallel = sequence_parallel
         self.pipeline = pipeline
         self.sharding = sharding
         self.parameters = dict(named_parameters(parts))
@@ -71,7 +71,7 @@ class Runner:
         self.shards = local_shards(self.table, self.masters, mesh)
         group = mesh.group("dp")
         self.replicas = (
-            Replicas(self.parameters, self.masters, self.table, group)
+            GradientSync(self.parameters, self.masters, self.table, group)
             if group is not None and sharding is None and trains
             else None
         )
@@ -129,7 +129,7 @@ class Runner:
             self.precision.collect(self.parameters, self.masters)
         if self.replicas is not None:
             self.replicas.finish()
-        if self.by_sequence:
+        if self.sequence_parallel:
             sum_across_model(self.table, self.masters, self.mesh)
         sum_tied(self.table, self.masters, self.mesh)
 
@@ -139,7 +139,7 @@ class Runner:
         With sequence parallelism ranks hold different positions, which must not drop alike.
         """
         first = self.mesh.data_rank * micro_batches
-        own: list[int | str] = [self.mesh.place["mp"]] if self.by_sequence else []
+        own: list[int | str] = [self.mesh.place["mp"]] if self.sequence_parallel else []
         return [
             mix_seed(self.seed, "dropout", step, first + micro, *own)
             for micro in range(micro_batches)

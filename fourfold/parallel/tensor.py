@@ -1,8 +1,20 @@
-"""Model parallelism: each rank holds a slice of every matrix, in torch's `parallelize_module`.
+"""Model (tensor) parallelism: each rank holds a slice of every matrix.
 
-The styles below follow torch's `ParallelStyle`, but keep plain local tensors where torch's own
-make DTensors of the activations: the same collectives at a quarter of the overhead, and
-`fully_shard` then sees ordinary parameters.
+Torch's `parallelize_module` applies the styles below, which follow its `ParallelStyle` but keep
+plain local tensors where torch's own make DTensors of the activations: the same collectives at a
+quarter of the overhead, and `fully_shard` then sees ordinary parameters.
+
+Between the blocks each rank has either all of the activations or, with sequence parallelism, its
+share of the positions. A block computes on all positions with a slice of the weights, and what
+comes out of it is a partial sum.
+
+| crossing       | forward                     | backward         | Megatron's |
+|----------------|-----------------------------|------------------|------------|
+| copy_to_tp     | nothing / gather positions  | sum / scatter    | f          |
+| reduce_from_tp | sum / scatter               | nothing / gather | g          |
+
+left of the slash without, right of it with sequence parallelism; scatter means sum, then keep this
+rank's positions. Letters: B batch, T positions of one rank, D hidden.
 """
 
 from __future__ import annotations
@@ -22,39 +34,44 @@ from fourfold.model.gpt import GPT, CoreAttention, Head
 from fourfold.model.loss import Vocabulary
 from fourfold.model.params import split_range
 from fourfold.model.seeds import mix_seed
-from fourfold.parallel.collectives import enter, leave
 from fourfold.waiting import communicating
 
 
-def apply_model_parallel(model: GPT, mesh: DeviceMesh, by_sequence: bool) -> None:
+def apply_model_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Cut the model (or the part of it) over the ranks of `mesh`. Expects the meta device."""
     plan = {}
     for path, module in model.named_modules():
-        if style := _style_of(model, path, module, by_sequence):
+        if style := _style_of(model, path, module, sequence_parallel):
             plan[path] = style
     parallelize_module(model, mesh, plan)
 
 
-def _style_of(model: GPT, path: str, module: nn.Module, by_sequence: bool) -> ParallelStyle | None:
+def _style_of(
+    model: GPT, path: str, module: nn.Module, sequence_parallel: bool
+) -> ParallelStyle | None:
     """What the table says of the module's weight, by the kind of the module."""
     if isinstance(module, CoreAttention):
-        return Heads(by_sequence)
+        return ParallelHeads(sequence_parallel)
     if isinstance(module, Head):
-        return Logits(by_sequence, model.shape.vocab_size) if model.is_last else None
+        return (
+            VocabParallelHead(sequence_parallel, model.shape.vocab_size) if model.is_last else None
+        )
     if not isinstance(module, nn.Linear | nn.Embedding):
         return None
     row = model.table[f"{path}.weight"]
     if row.split_dim is None:
-        return Positions(by_sequence) if row.partial_gradient else None
+        return PositionEmbedding(sequence_parallel) if row.partial_gradient else None
     if isinstance(module, nn.Embedding):
-        return Lookup(by_sequence)
-    return Columns(by_sequence) if row.split_dim == 0 else Rows(by_sequence)
+        return VocabParallelEmbedding(sequence_parallel)
+    return (
+        ColumnParallel(sequence_parallel) if row.split_dim == 0 else RowParallel(sequence_parallel)
+    )
 
 
 class _Style(ParallelStyle):
-    def __init__(self, by_sequence: bool) -> None:
+    def __init__(self, sequence_parallel: bool) -> None:
         super().__init__()
-        self.by_sequence = by_sequence
+        self.sequence_parallel = sequence_parallel
 
     def cut(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> tuple[int, int]:
         """Replace a parameter by this rank's slice of it; its range in the whole."""
@@ -65,55 +82,57 @@ class _Style(ParallelStyle):
         return start, stop
 
 
-class Columns(_Style):
+class ColumnParallel(_Style):
     """A linear layer whose outputs are cut: every rank computes some of the features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.cut(module, "weight", 0, device_mesh)
         if module.bias is not None:
             self.cut(module, "bias", 0, device_mesh)
-        group, by_sequence, whole_forward = (
+        group, sequence_parallel, whole_forward = (
             device_mesh.get_group(),
-            self.by_sequence,
+            self.sequence_parallel,
             module.forward,
         )
-        module.forward = lambda x: whole_forward(enter(x, group, by_sequence))
+        module.forward = lambda x: whole_forward(copy_to_tp(x, group, sequence_parallel))
         return module
 
 
-class Rows(_Style):
+class RowParallel(_Style):
     """A linear layer whose inputs are cut: every rank has a partial sum, the bias comes after."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.cut(module, "weight", 1, device_mesh)
-        group, by_sequence = device_mesh.get_group(), self.by_sequence
+        group, sequence_parallel = device_mesh.get_group(), self.sequence_parallel
 
         def forward(module: nn.Linear, x: Tensor) -> Tensor:
-            y = leave(F.linear(x, module.weight), group, by_sequence)
+            y = reduce_from_tp(F.linear(x, module.weight), group, sequence_parallel)
             return y if module.bias is None else y + module.bias.to(y.dtype)
 
         module.forward = MethodType(forward, module)
         return module
 
 
-class Lookup(_Style):
+class VocabParallelEmbedding(_Style):
     """The word embedding with its rows cut: ids of other ranks' rows give zero here."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         start, stop = self.cut(module, "weight", 0, device_mesh)
-        group, by_sequence = device_mesh.get_group(), self.by_sequence
+        group, sequence_parallel = device_mesh.get_group(), self.sequence_parallel
 
         def forward(module: nn.Embedding, tokens: Tensor) -> Tensor:
             foreign = (tokens < start) | (tokens >= stop)
             found = F.embedding((tokens - start).masked_fill(foreign, 0), module.weight)
-            return leave(found.masked_fill(foreign.unsqueeze(-1), 0.0), group, by_sequence)
+            return reduce_from_tp(
+                found.masked_fill(foreign.unsqueeze(-1), 0.0), group, sequence_parallel
+            )
 
         module.forward = MethodType(forward, module)
         return module
 
 
-class Positions(_Style):
-    """The position embedding, whole; with sequence parallelism of the own positions only."""
+class PositionEmbedding(_Style):
+    """The position embedding, whole; with sequence parallelism of this rank's positions only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank, degree, whole_forward = (
@@ -121,13 +140,13 @@ class Positions(_Style):
             device_mesh.size(),
             module.forward,
         )
-        if self.by_sequence:
+        if self.sequence_parallel:
             module.forward = lambda ids: whole_forward(ids.chunk(degree, dim=-1)[rank])
         return module
 
 
-class Heads(_Style):
-    """Attention over the own heads. Their dropout must differ from the other ranks'.
+class ParallelHeads(_Style):
+    """Attention over this rank's heads. Their dropout must differ from the other ranks'.
 
     Without sequence parallelism the dropout after the block must not differ, so the generator is
     set aside for the time of the attention.
@@ -135,7 +154,7 @@ class Heads(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, CoreAttention)
-        if module.dropout == 0.0 or self.by_sequence:
+        if module.dropout == 0.0 or self.sequence_parallel:
             return module
         rank, whole_forward = device_mesh.get_local_rank(), module.forward
 
@@ -155,11 +174,11 @@ class Heads(_Style):
         return module
 
 
-class Logits(_Style):
-    """The head over the own rows of the vocabulary."""
+class VocabParallelHead(_Style):
+    """The head over this rank's rows of the vocabulary."""
 
-    def __init__(self, by_sequence: bool, vocab_size: int) -> None:
-        super().__init__(by_sequence)
+    def __init__(self, sequence_parallel: bool, vocab_size: int) -> None:
+        super().__init__(sequence_parallel)
         self.vocab_size = vocab_size
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -168,14 +187,14 @@ class Logits(_Style):
             self.cut(module, "weight", 0, device_mesh)
         degree, rank = device_mesh.size(), device_mesh.get_local_rank()
         ranges = [split_range(self.vocab_size, rank, degree) for rank in range(degree)]
-        group, by_sequence, whole_forward = (
+        group, sequence_parallel, whole_forward = (
             device_mesh.get_group(),
-            self.by_sequence,
+            self.sequence_parallel,
             module.forward,
         )
 
         def forward(x: Tensor, weight: Tensor, labels: Tensor | None, *loss_terms: Any) -> Tensor:
-            x = enter(x, group, by_sequence)
+            x = copy_to_tp(x, group, sequence_parallel)
             given = whole_forward(x, weight, labels, *loss_terms)
             return given if labels is not None else _all_columns(given, ranges, group)
 
@@ -217,3 +236,85 @@ class VocabularyRows(Vocabulary):
         normaliser, target_logit = sums.split(1, dim=1)
         probabilities.div_(normaliser)
         return normaliser.log() - target_logit, target, (~foreign).to(logits.dtype)
+
+
+# -- collectives that autograd goes through -------------------------------------------------------
+
+
+def copy_to_tp(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Into a block whose weights are cut."""
+    return _Gather.apply(x, group) if sequence_parallel else _SumGradient.apply(x, group)
+
+
+def reduce_from_tp(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Out of such a block, with its partial sums added up."""
+    return _Scatter.apply(x, group) if sequence_parallel else _Sum.apply(x, group)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _scattered(gradient, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.group), None
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    # A copy, and contiguous: gloo mixes up the elements of tensors that are not.
+    summed = x.clone(memory_format=torch.contiguous_format)
+    with communicating():
+        dist.all_reduce(summed, group=group)
+    return summed
+
+
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(B, T, D) of every rank -> (B, T * ranks, D)."""
+    first = x.transpose(0, 1).contiguous()  # (T, B, D): positions outermost, as they are gathered
+    whole = first.new_empty((first.shape[0] * group.size(), *first.shape[1:]))
+    with communicating():
+        dist.all_gather_single(whole, first, group=group)
+    return whole.transpose(0, 1).contiguous()
+
+
+def _scattered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(B, T * ranks, D) -> the sum over the ranks, of this rank's positions (B, T, D)."""
+    whole = x.transpose(0, 1).contiguous()
+    own = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
+    with communicating():
+        dist.reduce_scatter_single(own, whole, group=group)
+    return own.transpose(0, 1).contiguous()

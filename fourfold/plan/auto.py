@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fourfold.config import Config, load_config
 from fourfold.config.auto_constraints import LayoutConstraints, read_constraints, without_layout
-from fourfold.engine.expectation import Expectation
+from fourfold.engine.monitoring import Prediction
 from fourfold.errors import UserError
 from fourfold.plan.advice import impossible
 from fourfold.plan.cluster import GIB, PRESETS, Cluster, Device, load_cluster, parse_cluster
@@ -32,7 +32,7 @@ CORE_GFLOPS, CORE_GBPS = 60.0, 8.0
 @dataclass(frozen=True)
 class Choice:
     config: Config  # with the layout in it; its notices begin with what was chosen and why
-    expected: Expectation
+    expected: Prediction
 
 
 def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None = None) -> Choice:
@@ -49,7 +49,7 @@ def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None
     if not wishes.keeps_pp_layers:
         layout.append("Distributed.pp_layers=null")
     chosen = load_config(path, [*overrides, *layout], world)
-    expected = Expectation(best.seconds, best.bytes_, best.band, batch)
+    expected = Prediction(best.seconds, best.bytes_, best.band, batch)
     chosen.notices[:0] = _lines(made, best, wishes, origin)
     return Choice(chosen, expected)
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.workload import spread_of
-from fourfold.engine.census import Share, in_bytes, own_share
+from fourfold.engine.banner import RankMemory, in_bytes, own_memory
 from fourfold.engine.loop import build_optimizer
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
@@ -53,7 +53,7 @@ class Holding:
 @dataclass(frozen=True)
 class DryRun:
     layout: Layout
-    share: Share
+    share: RankMemory
     parameters: int  # of this rank's stages and its slice of them, before sharding divides them
     holding: Holding
     micro_batches: int
@@ -102,7 +102,7 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         schedule = runner.pipeline.schedule_of(micro_batches)
         timeline = timeline_of(schedule, mesh.place["pp"])
     parameters = sum(parameter.numel() for parameter in runner.parameters.values())
-    share = own_share(config, runner)
+    share = own_memory(config, runner)
     return DryRun(mesh.layout, share, parameters, holding, micro_batches, each, end, timeline)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.parallel.recompute import apply_recompute
+from fourfold.parallel.apply import apply_recompute
 
 TOKENS, LENGTH = 4 * 128, 128
 

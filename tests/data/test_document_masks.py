@@ -15,7 +15,7 @@ from token_files import write_megatron
 from fourfold.config import Config, load_config
 from fourfold.data import Loader, Samples, SampleSpec, open_datasets
 from fourfold.data.loader import document_ids, positions_in_documents
-from fourfold.engine.feeds import open_feeds
+from fourfold.engine.run_data import open_run_data
 from fourfold.errors import DataError
 from fourfold.mesh import Layout
 
@@ -177,7 +177,7 @@ def configured(directory: Path, *overrides: str) -> Config:
 
 def test_the_configuration_reaches_every_split(tmp_path: Path) -> None:
     resets = ["eos_token_id=0", "reset_position_ids=True", "reset_attention_mask=True"]
-    feeds = open_feeds(configured(tmp_path, *resets), Layout())
+    feeds = open_run_data(configured(tmp_path, *resets), Layout())
     batch = feeds.loaders["train"].batch(0)
     rows = batch.tokens.tolist()
     assert batch.document_ids is not None
@@ -185,11 +185,11 @@ def test_the_configuration_reaches_every_split(tmp_path: Path) -> None:
     assert batch.position_ids.tolist() == [reference_positions(row) for row in rows]
     assert batch.document_ids.max() > 0, "the fixture has borders inside its samples"
     feeds.close()
-    plain = open_feeds(configured(tmp_path, "eos_token_id=0"), Layout())
+    plain = open_run_data(configured(tmp_path, "eos_token_id=0"), Layout())
     assert plain.loaders["train"].batch(0).document_ids is None
     plain.close()
 
 
 def test_a_configuration_without_an_end_of_text_id_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="reset_attention_mask needs the end-of-text token"):
-        open_feeds(configured(tmp_path, "reset_attention_mask=True"), Layout())
+        open_run_data(configured(tmp_path, "reset_attention_mask=True"), Layout())

@@ -12,7 +12,7 @@ from token_files import Numbers, write_megatron
 from fourfold.config import Config, load_config
 from fourfold.data.splits import all_datasets, open_splits
 from fourfold.data.tokenizer_check import find_end_of_text
-from fourfold.engine.feeds import Feeds, open_feeds
+from fourfold.engine.run_data import RunData, open_run_data
 from fourfold.errors import DataError
 from fourfold.evaluate.perplexity import read_part
 from fourfold.mesh import Layout
@@ -35,11 +35,11 @@ def configured(directory: Path, *settings: str, vocab_size: int = 100) -> Config
     return load_config(file, [*own, "Engine.max_steps=2"], world_size=1)
 
 
-def opened(directory: Path, *settings: str) -> Feeds:
-    return open_feeds(configured(directory, *settings), Layout())
+def opened(directory: Path, *settings: str) -> RunData:
+    return open_run_data(configured(directory, *settings), Layout())
 
 
-def documents(feeds: Feeds) -> list[range]:
+def documents(feeds: RunData) -> list[range]:
     return [part.spec.documents(part.datasets[0]) for part in feeds.parts.values()]
 
 
@@ -121,7 +121,7 @@ def test_training_and_evaluation_take_the_same_end_of_text(
         config.Eval.part = part
         _, found = read_part(config)
         assert found == expected
-    feeds = open_feeds(configured(tmp_path, mixture, *settings, vocab_size=vocab_size), Layout())
+    feeds = open_run_data(configured(tmp_path, mixture, *settings, vocab_size=vocab_size), Layout())
     assert feeds.eos_token_id == expected
     feeds.close()
 
@@ -143,7 +143,7 @@ def test_what_rank_0_has_checked_the_others_do_not_read_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(tmp_path, f"input_dir={data}", "eos_token_id=54")
-    first = open_feeds(config, Layout(dp=2))
+    first = open_run_data(config, Layout(dp=2))
     expected = first.loaders["train"].batch(0)
     for name in (
         "fourfold.data.readers._check_sequences",
@@ -156,7 +156,7 @@ def test_what_rank_0_has_checked_the_others_do_not_read_again(
         "fourfold.data.index.passing_blocks",
     ):
         monkeypatch.setattr(name, lambda *_: pytest.fail("read through again"))
-    second = open_feeds(config, Layout(dp=2), 1, checked=True)
+    second = open_run_data(config, Layout(dp=2), 1, checked=True)
     assert second.train_fingerprint == first.train_fingerprint
     batch = second.loaders["train"].batch(0)
     assert (expected.tokens == 54).any() and not (batch.tokens == 54).any()
@@ -176,7 +176,7 @@ def test_long_work_on_the_data_gives_signs_of_life(
 
     monkeypatch.setattr("fourfold.heartbeat.alive", alive)
     config = configured(tmp_path, f"input_dir={data}", "eos_token_id=9")
-    open_feeds(config, Layout(dp=2)).close()
+    open_run_data(config, Layout(dp=2)).close()
     assert {
         "_check_sequences",
         "_hashed",

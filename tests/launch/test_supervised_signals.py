@@ -14,6 +14,7 @@ import pytest
 from supervised import eventually, exit_status, is_gone, rank, start_supervisor
 
 from fourfold import heartbeat
+from fourfold.launch import workers
 from fourfold.signals import STOP_SIGNALS
 
 
@@ -118,6 +119,21 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert eventually(lambda: len(list(tmp_path.glob("first_*"))) == 2)
     os.kill(supervisor, signal.SIGINT)
     assert exit_status(supervisor) == 130
+
+
+def test_an_interrupt_while_a_rank_sets_itself_up_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forget = workers.forget_answers
+
+    def forget_and_be_interrupted() -> None:
+        forget()
+        os.kill(os.getpid(), signal.SIGINT)  # still blocked: it comes in a moment
+
+    monkeypatch.setattr(workers, "forget_answers", forget_and_be_interrupted)
+    supervisor = start_supervisor(lambda: None, 1, tmp_path)
+    assert exit_status(supervisor) != 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_stop_is_heeded_between_two_attempts(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tiny_run import TINY
 from fourfold.config import Config, load_config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
 from fourfold.engine import Engine
-from fourfold.engine.instruments import line_style
-from fourfold.engine.measurement import measurement
+from fourfold.engine.benchmark import measurement
+from fourfold.engine.monitoring import line_style
 from fourfold.metrics import Console, Meter, Sinks, Step
 from fourfold.metrics.lines import LineStyle, MegatronLines
 from fourfold.model import ModelShape

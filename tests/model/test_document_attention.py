@@ -18,7 +18,7 @@ from fourfold.data import Batch
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.model.gpt import document_mask
 from fourfold.parallel import Precision
-from fourfold.parallel.recompute import apply_recompute
+from fourfold.parallel.apply import apply_recompute
 
 LENGTHS = ((9, 7), (1, 15), (4, 12))  # two documents a sample of 16 tokens
 

@@ -19,7 +19,7 @@ from traces import Workshop
 
 from fourfold.cost.memory import memory_of, micro_batches_in_flight, stage_parameters
 from fourfold.cost.workload import Spread, spread_of
-from fourfold.engine.census import fake_census
+from fourfold.engine.banner import fake_rank_memory
 from fourfold.model import ModelShape, count_parameters
 from fourfold.plan.cluster import parse_cluster
 from fourfold.plan.coefficients import load_coefficients
@@ -105,7 +105,7 @@ CLUSTER = "1x8xA100-80G"
 )
 def test_every_command_names_the_same_price(case: Case, workshop: Workshop) -> None:
     config = workshop.config(case.world, "priced", [*case.overrides(), "Global.device=cpu"])
-    shares = fake_census(config)  # `fourfold layout`, and the banner of a run
+    shares = fake_rank_memory(config)  # `fourfold layout`, and the banner of a run
     assert sum(share.counted for share in shares) == count_parameters(ModelShape.of(config.Model))
     subject, spread = subject_of(config, on_cpu=True), spread_of(config)
     planned = candidate_of(subject, spread, parse_cluster(CLUSTER), load_coefficients())

@@ -11,7 +11,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.parallel.recompute import apply_recompute
+from fourfold.parallel.apply import apply_recompute
 
 MODES = ("full", "full_attn", "core_attn", None)
 

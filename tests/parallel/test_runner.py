@@ -21,9 +21,8 @@ from fourfold.errors import UserError
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.parallel import Precision, Runner, parallelize
-from fourfold.parallel.graph import compile_layers
+from fourfold.parallel.apply import apply_recompute, compile_layers
 from fourfold.parallel.precision import unmet_list_entries
-from fourfold.parallel.recompute import apply_recompute
 from fourfold.parallel.runner import sum_of_squares
 
 SHAPE = ModelShape(

@@ -21,7 +21,7 @@ from fourfold import checkpoint, model
 from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.workload import spread_of
-from fourfold.engine.census import fake_census
+from fourfold.engine.banner import fake_rank_memory
 from fourfold.model import GPT, ModelShape, ParamTable, count_parameters
 from fourfold.model.gpt import CoreAttention, LayerNorm, Linear
 from fourfold.model.params import Param, linear_rows, norm_rows
@@ -174,7 +174,7 @@ def test_is_counted_and_priced(layout: str, workshop: Workshop) -> None:
     shape = shape_of(config)
     with torch.device("meta"):
         assert count_parameters(shape) == sum(p.numel() for p in SecondNetwork(shape).parameters())
-    assert sum(share.counted for share in fake_census(config)) == count_parameters(shape)
+    assert sum(share.counted for share in fake_rank_memory(config)) == count_parameters(shape)
     subject, spread = subject_of(config), spread_of(config)
     assert subject.parameters == count_parameters(shape)
     for rank in range(case.world):

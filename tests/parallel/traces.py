@@ -17,7 +17,7 @@ from fourfold.config import Config, load_config
 from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine, saving
 from fourfold.metrics import Meter, Sinks
-from fourfold.parallel.drift import check_replicas
+from fourfold.parallel.replica_check import check_replicas
 from fourfold.signals import StopRequest
 
 STEPS = 5

@@ -1,9 +1,13 @@
-"""What watches a run: the meter, the profiler, the sinks, and how evenly the ranks work."""
+"""Monitoring of a run: the meter, the profiler, the sinks, how evenly the ranks work, and how the
+run compares at its end with what a plan predicted of it.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,6 @@ import torch
 
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
-from fourfold.engine.expectation import Comparison, Expectation
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.metrics import (
@@ -32,7 +35,7 @@ from fourfold.parallel import Precision
 from fourfold.waiting import waited
 
 
-class Instruments:
+class Monitoring:
     """Opened before the first step and closed by `closing`, in the reverse order.
 
     Every rank has a meter; only rank 0 has somewhere to write to.
@@ -46,7 +49,7 @@ class Instruments:
         precision: Precision,
         done_steps: int,
         closing: ExitStack,
-        expected: Expectation | None = None,
+        expected: Prediction | None = None,
     ) -> None:
         self.mesh = mesh
         self.on_cpu = device.type == "cpu"
@@ -78,7 +81,7 @@ class Instruments:
         self.profiler = _profiler(config, mesh, self.sinks)
         closing.callback(self.profiler.close)
         self.stragglers = Stragglers()
-        self.comparison = None if expected is None else Comparison(expected)
+        self.comparison = None if expected is None else PredictionCheck(expected)
         self.reported_step = done_steps
         self.waited_before = waited.copy()
 
@@ -141,3 +144,56 @@ def line_style(config: Config, world_size: int) -> LineStyle:
         ModelShape.of(config.Model), seq_len, recomputes=config.Model.use_recompute
     )
     return MegatronLines(config.Engine.max_steps, seq_len, world_size, flops * seq_len)
+
+
+# -- the prediction of a plan ---------------------------------------------------------------------
+
+
+WARM_UP_STEPS = 2  # the first steps also allocate, compile and fill caches
+
+
+@dataclass(frozen=True)
+class Prediction:
+    step_seconds: float
+    bytes_per_rank: float  # of the rank that needs most
+    band: float  # share by which the time may be off
+    global_batch: int  # of the step predicted; a batch that grows begins with smaller ones
+
+    def line(self) -> str:
+        return (
+            f"expected: {self.step_seconds:.3g} s a step (±{self.band:.0%}), at most "
+            f"{self.bytes_per_rank / 1e9:.2f} GB a process"
+        )
+
+
+@dataclass
+class PredictionCheck:
+    """Collects what logging windows measured, for one sentence and one event at the end."""
+
+    expected: Prediction
+    times: list[float] = field(default_factory=list)  # of a step, one for each window
+
+    def take(self, record: Step) -> None:
+        if record.global_batch_size == self.expected.global_batch:
+            self.times.append(record.batch_seconds)
+
+    def tell(self, sinks: Sinks, step: int, peaks: Sequence[int], logging_freq: int) -> None:
+        """`peaks` are the most bytes that each rank held."""
+        left_out = -(-WARM_UP_STEPS // logging_freq)
+        times = self.times[left_out:] or self.times[-1:]
+        if not times:
+            return
+        expected, seconds, most = self.expected, statistics.median(times), max(peaks)
+        fields: dict[str, Any] = {
+            "predicted_step_seconds": expected.step_seconds,
+            "measured_step_seconds": seconds,
+            "predicted_bytes": round(expected.bytes_per_rank),
+            "measured_bytes": most,
+        }
+        sinks.event("prediction", step=step, **fields)
+        sinks.notice(
+            f"predicted {expected.step_seconds:.3g} s a step, measured {seconds:.3g} "
+            f"({expected.step_seconds / seconds - 1:+.0%}); predicted "
+            f"{expected.bytes_per_rank / 1e9:.2f} GB a process, measured at most "
+            f"{most / 1e9:.2f}" + (f" ({expected.bytes_per_rank / most - 1:+.0%})" if most else "")
+        )

@@ -56,7 +56,7 @@ class Bucket:
         self.arrived, self.sent, self.to_copy = 0, None, []
 
 
-class Replicas:
+class GradientSync:
     """Plain data parallelism: every rank has all of the gradients, each of its own samples."""
 
     def __init__(

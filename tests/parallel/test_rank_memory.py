@@ -9,11 +9,12 @@ import pytest
 from layout_runs import Runs, notices
 from layout_table import Case
 from ranks import on_ranks
+from traces import Workshop, whole
 from typer.testing import CliRunner
 
 from fourfold.cli import app
 from fourfold.engine import Engine
-from fourfold.engine.census import Share, census, fake_census
+from fourfold.engine.banner import RankMemory, fake_rank_memory, rank_memory
 from fourfold.model import ModelShape, count_parameters
 from fourfold.shards import local
 
@@ -82,9 +83,9 @@ QUICK = ("pp2 mp2", "dp2 sh2 stage3")
 def test_ranks_that_run_hold_what_was_foretold(layout: str, runs: Runs) -> None:
     case, settings = Case(layout), LAYOUTS[layout]
 
-    def work(engine: Engine) -> tuple[list[Share], int, int]:
+    def work(engine: Engine) -> tuple[list[RankMemory], int, int]:
         """All shares as this rank learns them, and what it really holds and saves."""
-        shares = census(engine.config, engine.runner)
+        shares = rank_memory(engine.config, engine.runner)
         own = sum(local(p.data).numel() for p in engine.runner.masters.values())
         moments = sum(m.numel() * 4 for m in engine.optimizer.named_moments().values())
         engine.feeds.close()
@@ -93,7 +94,7 @@ def test_ranks_that_run_hold_what_was_foretold(layout: str, runs: Runs) -> None:
 
     told = runs.on_ranks(layout, "run", work, *settings)
     config = runs.config(layout, "foretold", *settings)
-    foretold = on_ranks(1, lambda _: fake_census(config))[0]
+    foretold = on_ranks(1, lambda _: fake_rank_memory(config))[0]
     for shares, _, _ in told:
         assert shares == foretold
     for share, (_, parameters, moment_bytes) in zip(foretold, told, strict=True):
@@ -109,3 +110,13 @@ def test_a_run_tells_the_shares_of_its_ranks_before_the_first_step(runs: Runs) -
         [("0-1", "0")],
         [("2-3", "2")],
     ]
+
+
+def test_ranks_that_were_only_thought_of_leave_nothing_behind(tmp_path: Path) -> None:
+    """A process that has been every rank in turn can still become one of them."""
+    case, workshop = Case("pp2 sh2 mp2"), Workshop(tmp_path)
+    fake_rank_memory(workshop.config(case.world, "fake", case.overrides()))
+    traces = workshop.trace(case)  # saved on the way, which needs every element exactly once
+    assert set(whole(trace.initial for trace in traces)) == set(
+        whole([workshop.reference(case)[0].initial])
+    )

@@ -13,10 +13,10 @@ from tiny_run import Configure
 
 from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine
-from fourfold.engine.expectation import Comparison, Expectation
+from fourfold.engine.monitoring import Prediction, PredictionCheck
 from fourfold.metrics import Meter, Sinks, Step, read_jsonl
 
-FORETOLD = Expectation(step_seconds=2.0, bytes_per_rank=3e9, band=0.2, global_batch=8)
+FORETOLD = Prediction(step_seconds=2.0, bytes_per_rank=3e9, band=0.2, global_batch=8)
 
 
 class Kept:
@@ -43,7 +43,7 @@ def window(seconds: float, batch: int = 8) -> Step:
 
 
 def told(*windows: Step, peaks: list[int], logging_freq: int = 1) -> list[Mapping[str, Any]]:
-    sink, comparison = Kept(), Comparison(FORETOLD)
+    sink, comparison = Kept(), PredictionCheck(FORETOLD)
     for record in windows:
         comparison.take(record)
     comparison.tell(Sinks(sink), 9, peaks, logging_freq)

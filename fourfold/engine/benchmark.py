@@ -1,7 +1,7 @@
-"""How fast a few iterations were: what `fourfold bench` says about the records they left.
+"""The result of a benchmark: what `fourfold bench` says about the records of a few iterations.
 
 The figure is the median over the iterations that count; the first ones, which also allocate,
-compile and fill caches, do not. FLOP/s are told by two conventions, because each of them is what
+compile and fill caches, do not. FLOP/s are given by two conventions, because each of them is what
 some published number means.
 """
 

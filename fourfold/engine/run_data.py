@@ -1,4 +1,4 @@
-"""What a run reads: the data behind `Data.dataset`, and a loader for each part."""
+"""The data of a run: a data loader for training, validation and test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fourfold.tokenizer import Tokenizer
 
 
 @dataclass
-class Feeds:
+class RunData:
     """Samples and loaders of the parts that have data, and what they stand on."""
 
     config: Config
@@ -162,17 +162,19 @@ class Feeds:
         )
 
 
-def open_feeds(config: Config, layout: Layout, data_rank: int = 0, checked: bool = False) -> Feeds:
+def open_run_data(
+    config: Config, layout: Layout, data_rank: int = 0, checked: bool = False
+) -> RunData:
     """Open and check the data, and size each part for the whole run as the originals do.
 
     With `checked` another rank of the same start has just done so, and nothing is read through
     again.
     """
     with cache.trusting(checked):
-        return _open_feeds(config, layout, data_rank)
+        return _open(config, layout, data_rank)
 
 
-def _open_feeds(config: Config, layout: Layout, data_rank: int) -> Feeds:
+def _open(config: Config, layout: Layout, data_rank: int) -> RunData:
     parts = open_splits(config)
     notices, sources = check_splits(config, parts), all_datasets(parts)
     if layout.world_size > 1 and not cache.is_trusted():
@@ -180,7 +182,7 @@ def _open_feeds(config: Config, layout: Layout, data_rank: int) -> Feeds:
             source.keep_fingerprint()
     eos_token_id, origin = find_end_of_text(config, sources)
     notices.append(f"end-of-text id: {eos_token_id} ({origin})")
-    feeds = Feeds(
+    feeds = RunData(
         config,
         (data_rank, layout.data_degree),
         parts,

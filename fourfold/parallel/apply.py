@@ -1,0 +1,176 @@
+"""From a model description to something that runs: the order of application, on one screen.
+
+Torch's sharding, pipelining and DTensor take a second to import, so the modules that stand on them
+are imported only where the layout has such an axis.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.config import Config
+from fourfold.mesh import Layout, Mesh
+from fourfold.model import GPT, ModelShape, network_of
+from fourfold.model.gpt import Attention, Block, CoreAttention
+from fourfold.parallel.precision import Precision
+from fourfold.parallel.runner import Runner
+from fourfold.parallel.stages import stages_here
+
+if TYPE_CHECKING:
+    from fourfold.parallel.fsdp import Sharding
+
+
+@dataclass(frozen=True)
+class Draft:
+    """This rank's parts of the model in their final shape, by stage, with no memory yet."""
+
+    parts: dict[int, GPT]
+    precision: Precision
+    sharding: Sharding | None
+    home: torch.device  # of the parameters
+
+    def allocate(self) -> None:
+        """Give the parts memory, with nothing in it yet."""
+        for part in self.parts.values():
+            part.to_empty(device=self.home)
+
+
+def parallelize(config: Config, mesh: Mesh, device: torch.device, *, trains: bool = True) -> Runner:
+    """Build this rank's part of the model of `config` and make it ready to run batches.
+
+    Nothing is allocated before the model is in its final shape, and weights come from
+    (seed, parameter name) alone, so what is built does not depend on how it is cut. A model that
+    never `trains` is left to whoever loads its weights, and has no master weights beside them.
+    """
+    drawn = draft(config, mesh, device)
+    drawn.allocate()
+    runner = assemble(config, mesh, device, drawn, trains=trains)
+    if trains and device.type != "meta":
+        runner.initialize()
+    return runner
+
+
+def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
+    layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
+    precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
+    sharding, home = None, device
+    if layout.sharding > 1:
+        from fourfold.parallel.fsdp import Sharding
+
+        offload = config.Distributed.sharding.sharding_offload
+        sharding = Sharding(mesh.sharding_mesh, layout.stage, precision, offload)
+        home = torch.device("cpu") if offload and device.type != "meta" else device
+    parts: dict[int, GPT] = {}
+    for stage, layers in stages_here(config, mesh.place["pp"]).items():
+        with torch.device("meta"):
+            part = parts[stage] = network_of(shape)(shape, layers)
+        if layout.mp > 1:
+            from fourfold.parallel.tensor import apply_model_parallel
+
+            apply_model_parallel(part, mesh.axis("mp"), model.sequence_parallel)
+        if config.Engine.graph_mode == "static":
+            compile_layers(part)
+        if model.use_recompute:
+            assert model.recompute_granularity is not None, "filled in when resolved"
+            apply_recompute(part, model.recompute_granularity)
+        precision.apply_autocast(part, device)
+        if sharding is not None:
+            sharding.apply(part)
+    return Draft(parts, precision, sharding, home)
+
+
+def assemble(
+    config: Config, mesh: Mesh, device: torch.device, drawn: Draft, *, trains: bool = True
+) -> Runner:
+    """Join parts that have memory to what runs batches."""
+    pipeline = None
+    if mesh.layout.pp > 1:
+        from fourfold.parallel.pipeline import build_pipeline
+
+        pipeline = build_pipeline(
+            config, mesh, drawn.parts, drawn.precision, drawn.sharding, device
+        )
+    return Runner(
+        list(drawn.parts.values()),
+        mesh,
+        precision=drawn.precision,
+        device=device,
+        micro_batch_size=config.Data.batch_size.micro_batch_size,
+        seed=config.Global.seed,
+        sequence_parallel=config.Model.sequence_parallel,
+        sharding=drawn.sharding,
+        pipeline=pipeline,
+        trains=trains,
+    )
+
+
+def layout_of(config: Config) -> Layout:
+    distributed = config.Distributed
+    return Layout(
+        dp=distributed.dp_degree,
+        pp=distributed.pp_degree,
+        sharding=distributed.sharding.sharding_degree,
+        mp=distributed.mp_degree,
+        stage=distributed.sharding.sharding_stage,
+    )
+
+
+def preload(layout: Layout) -> None:
+    """Import what `parallelize` will need, before processes are forked that would all do it."""
+    if layout.sharding > 1:
+        import torch._dynamo  # noqa: F401  imported by torch's sharding at its first use
+
+        import fourfold.parallel.fsdp
+    if layout.mp > 1:
+        import fourfold.parallel.tensor
+    if layout.pp > 1:
+        import fourfold.parallel.pipeline  # noqa: F401
+
+
+# -- recomputation (activation checkpointing) ------------------------------------------------------
+#
+# `full` keeps only each layer's input, `full_attn` drops what attention (qkv, core, out) keeps,
+# `core_attn` only what softmax(q kᵀ) v keeps. Memory falls in the reverse order.
+
+
+WRAPPED = {"full": Block, "full_attn": Attention, "core_attn": CoreAttention}
+
+
+def apply_recompute(model: GPT, granularity: str) -> None:
+    """Replace the forward of every module of the chosen kind; parameter names stay as they are."""
+    for module in model.modules():
+        if isinstance(module, WRAPPED[granularity]):
+            _recompute(module)
+
+
+def _recompute(module: nn.Module) -> None:
+    forward = module.forward
+
+    # A function and not a `partial`, of which the compiler would make a graph of its own for every
+    # layer, and none after the eighth.
+    def recomputed(*given: Any) -> Any:
+        # The generator's state is kept and restored, so a repeated dropout drops the same numbers.
+        return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True)
+
+    module.forward = recomputed
+
+
+# -- the static graph: each layer compiled by itself, so that layers share one ---------------------
+
+
+def compile_layers(model: GPT) -> None:
+    """Before recomputation is applied, which would hide a whole layer from the compiler."""
+    for module in model.modules():
+        # Model parallelism sets the generator aside for its heads, which no graph can hold.
+        if isinstance(module, CoreAttention) and "forward" in vars(module):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    # Messages between ranks are timed, so a graph ends before each and another begins after it.
+    warnings.filterwarnings("ignore", message="Dynamo does not know how to trace the builtin")
+    for layer in model.layers.values():
+        layer.forward = torch.compile(layer.forward)
