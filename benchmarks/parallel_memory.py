@@ -178,7 +178,7 @@ def measure(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
 def run_step(engine: Engine, step: int) -> None:
     """A training step as the engine does it, without its reports."""
     engine.step = step + 1
-    batch = engine.feeds.loaders["train"].batch(step)
+    batch = engine.data.loaders["train"].batch(step)
     with StopRequest(engine.output_dir) as stop:
         engine._train_step(batch, Meter(pace=BatchSchedule(1), seq_len=1), Sinks(), stop)
 

@@ -27,7 +27,7 @@ from fourfold.parallel import Runner, layout_of, parallelize
 
 
 def describe(
-    config: Config, layout: Layout, runner: Runner, feeds: RunData, peak_reason: str
+    config: Config, layout: Layout, runner: Runner, data: RunData, peak_reason: str
 ) -> Iterator[str]:
     """The derived plan, one line a subject."""
     shape, batch = ModelShape.of(config.Model), config.Data.batch_size
@@ -54,7 +54,7 @@ def describe(
         f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
     )
     yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_reason}"
-    yield from _describe_data(feeds, config.pace.consumed(steps))
+    yield from _describe_data(data, config.pace.consumed(steps))
 
 
 def _compute(config: Config, shape: ModelShape, tokens: int) -> str:
@@ -68,14 +68,14 @@ def _compute(config: Config, shape: ModelShape, tokens: int) -> str:
     return text
 
 
-def _describe_data(feeds: RunData, train_samples: int) -> Iterator[str]:
-    documents = sum(len(source.sizes) for source in feeds.sources)
-    tokens = sum(source.num_tokens for source in feeds.sources)
-    yield f"data: {len(feeds.sources)} dataset(s), {documents:,} documents, {tokens:,} tokens"
-    train = feeds.samples["train"]
+def _describe_data(data: RunData, train_samples: int) -> Iterator[str]:
+    documents = sum(len(source.sizes) for source in data.sources)
+    tokens = sum(source.num_tokens for source in data.sources)
+    yield f"data: {len(data.sources)} dataset(s), {documents:,} documents, {tokens:,} tokens"
+    train = data.samples["train"]
     if not len(train):
         return
-    sizes = {name: samples.tokens_per_epoch for name, samples in feeds.samples.items()}
+    sizes = {name: samples.tokens_per_epoch for name, samples in data.samples.items()}
     parts = ", ".join(f"{name} {sizes.get(name, 0):,}" for name in PARTS)
     if isinstance(train, Mixture) and len(train.sources) > 1:
         yield f"split: {parts} tokens"

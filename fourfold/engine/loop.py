@@ -52,7 +52,7 @@ class Engine:
         self.mesh = connect(self.layout, self.device, timeout)
         self.crew = Crew.of(self.mesh, timeout)
         # Rank 0 makes the index caches, the others then find them.
-        self.feeds = self.mesh.in_turn(
+        self.data = self.mesh.in_turn(
             lambda: open_run_data(
                 config, self.layout, self.mesh.data_rank, checked=self.mesh.rank != 0
             )
@@ -69,7 +69,7 @@ class Engine:
         self.guard = NonFiniteGuard(config.Engine.max_skipped_steps)
         self.step = 0
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
-        self.notices = [*config.notices, *self.feeds.notices]
+        self.notices = [*config.notices, *self.data.notices]
 
     def _claim(self) -> Claim | None:
         """Before memory is taken that a run at work in the same directory may need."""
@@ -90,9 +90,9 @@ class Engine:
             # Closed in the reverse order; one that fails does not keep the others from it.
             if self.claim is not None:
                 closing.callback(self.claim.release)
-            closing.callback(self.feeds.close)
+            closing.callback(self.data.close)
             if save and self.mesh.rank == 0:
-                self.notices += self.feeds.keep_tokenizer(self.output_dir)
+                self.notices += self.data.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
             saving.resume(self)
             if save:
@@ -120,7 +120,7 @@ class Engine:
         while self.step < engine.max_steps and not stopping:
             heartbeat.beat(self.step, "reader")
             with meter.timed("reader"):
-                batch = self.feeds.loaders["train"].batch(self.step)
+                batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
             self._end_step(watch, loss, norm)
@@ -187,12 +187,12 @@ class Engine:
         Whether any rank was asked to stop meanwhile; what was evaluated until then is no result.
         """
         split = "valid" if part == "eval" else "test"
-        if not len(self.feeds.samples.get(split, ())) or iterations == 0:
+        if not len(self.data.samples.get(split, ())) or iterations == 0:
             return False
         first = 0
         if part == "eval":
             first = (self.step // self.config.Engine.eval_freq - 1) * iterations
-        loader, start = self.feeds.loaders[split], time.perf_counter()
+        loader, start = self.data.loaders[split], time.perf_counter()
         total = tokens = 0.0
         for batch in map(loader.batch, range(first, first + iterations)):
             heartbeat.beat(self.step, "evaluate")
@@ -240,7 +240,7 @@ class Engine:
             slow_attention_notice(dropout, self.device),
         ]
         self.notices += filter(None, slow)
-        plan = describe(config, self.layout, self.runner, self.feeds, watch.peak_reason)
+        plan = describe(config, self.layout, self.runner, self.data, watch.peak_reason)
         predicted = [] if self.expected is None else [self.expected.line()]
         for line in [*self.notices, *plan, *predicted]:
             watch.sinks.notice(line)
@@ -262,7 +262,7 @@ class Engine:
     def _epoch(self) -> int:
         """How often the run has been through its training split, from 0."""
         seen = self.pace.consumed(self.step - 1)
-        train = self.feeds.samples["train"]
+        train = self.data.samples["train"]
         return seen * train.seq_len // max(train.tokens_per_epoch, 1)
 
 

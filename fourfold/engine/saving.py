@@ -238,7 +238,7 @@ def _state(run: Engine) -> dict[str, Any]:
         "optimizer_updates": run.optimizer.updates,
         "skipped_updates": run.guard.skipped,
         "loss_scale": vars(run.loss_scale) if run.loss_scale else None,
-        **run.feeds.state(consumed),
+        **run.data.state(consumed),
         "config": run.config.to_dict(),
     }
 
@@ -279,7 +279,7 @@ def _go_on(run: Engine, where: str) -> Path:
             f"{state['step']} steps, which this configuration reaches after {consumed}; resume "
             "with the global_batch_size and rampup it was trained with"
         )
-    about_data = run.feeds.restore(state, int(state["consumed_samples"]), str(path))
+    about_data = run.data.restore(state, int(state["consumed_samples"]), str(path))
     run.step = int(state["step"])
     run.optimizer.restore_updates(int(state["optimizer_updates"]))
     run.guard.skipped = int(state["skipped_updates"])
@@ -298,7 +298,7 @@ def _take_weights(run: Engine, where: str) -> Path:
     path, state = checkpoint.resume(where, weights, run.notices.append, "model.", run.crew, hashes)
     run.notices += check_checkpoint_tokenizer(
         state.get("tokenizer"),
-        run.feeds.sources,
+        run.data.sources,
         str(path),
         run.config.Data.dataset.allow_tokenizer_mismatch,
     )

@@ -90,7 +90,7 @@ def test_weights_may_change_mid_run(configure: Configure, tmp_path: Path) -> Non
     assert before == [16, 16]
     changed = run(configure, "run", mixing(0.75, 0.25), ELASTIC, "Engine.max_steps=6")
     assert any("changes after 32 samples" in notice for notice in changed.notices)
-    train_samples = changed.feeds.samples["train"]
+    train_samples = changed.data.samples["train"]
     assert isinstance(train_samples, Mixture)
     located = [train_samples.locate(i) for i in range(32, 48)]
     assert [number for source, number in located if source == 0] == list(range(16, 28))
@@ -120,9 +120,9 @@ def test_other_data_in_elastic_order_is_said(configure: Configure) -> None:
 def test_each_part_its_own_data(configure: Configure, tmp_path: Path) -> None:
     parts = [f"Data.dataset.train_data=[0.5, {A}, 0.5, {B}]", f"Data.dataset.valid_data={B}"]
     engine = run(configure, "run", "Data.dataset.input_dir=null", *parts, "Engine.max_steps=3")
-    assert engine.feeds.samples["valid"].tokens_per_epoch == 3360
-    assert engine.feeds.samples["train"].tokens_per_epoch == 1547 + 3360
-    assert "test" not in engine.feeds.samples
+    assert engine.data.samples["valid"].tokens_per_epoch == 3360
+    assert engine.data.samples["train"].tokens_per_epoch == 1547 + 3360
+    assert "test" not in engine.data.samples
     assert {kind for kind, _ in losses(tmp_path / "run")} == {"train", "eval"}
 
 

@@ -91,7 +91,7 @@ def test_the_command_says_what_drifted_and_where(runs: Runs) -> None:
 
 def dawdle(engine: Engine, rank: int, seconds: float) -> None:
     """One rank reads slowly."""
-    loader = engine.feeds.loaders["train"]
+    loader = engine.data.loaders["train"]
     read = loader.batch
 
     def slowly(step: int) -> Batch:

@@ -49,9 +49,9 @@ def masks_of_a_step(engine: Engine) -> Masks:
         return attend(q, *given, **named)
 
     F.dropout, F.scaled_dot_product_attention = spied_drop, spied_attend  # type: ignore[assignment]
-    batch: Batch = engine.feeds.loaders["train"].batch(0)
+    batch: Batch = engine.data.loaders["train"].batch(0)
     engine.runner.run(batch, 1)
-    engine.feeds.close()
+    engine.data.close()
     return masks
 
 

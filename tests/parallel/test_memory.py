@@ -135,11 +135,11 @@ def test_a_stage_divides_what_it_says(
 
     def between_micro_batches(rank: int) -> tuple[float, ...]:
         engine, seen = Engine(config, 2), list[tuple[int, int, int]]()
-        engine.runner.run(engine.feeds.loaders["train"].batch(0), step=1)
+        engine.runner.run(engine.data.loaders["train"].batch(0), step=1)
         engine.optimizer.zero_grad()
         model = engine.runner.parts[0]
         model.register_forward_pre_hook(lambda *_: seen.append(held_bytes(engine)), prepend=True)
-        engine.runner.run(engine.feeds.loaders["train"].batch(1), step=2)
+        engine.runner.run(engine.data.loaders["train"].batch(1), step=2)
         whole = sum(torch.Size(held.shape).numel() for held in engine.runner.shards.values())
         return tuple(held / whole for held in seen[1])
 
@@ -160,12 +160,12 @@ def test_the_peak_is_what_is_held_and_a_few_layers(tmp_path: Path, stage: int) -
 
     def peak(rank: int) -> float:
         engine = Engine(config, 2)
-        engine.runner.run(engine.feeds.loaders["train"].batch(0), step=1)
+        engine.runner.run(engine.data.loaders["train"].batch(0), step=1)
         engine.optimizer.zero_grad()
         tracker = MemTracker()
         tracker.track_external(engine.runner.parts[0], *engine.optimizer.named_moments().values())
         with tracker:
-            engine.runner.run(engine.feeds.loaders["train"].batch(1), step=2)
+            engine.runner.run(engine.data.loaders["train"].batch(1), step=2)
         total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         whole = sum(torch.Size(held.shape).numel() for held in engine.runner.shards.values())
         return total / whole

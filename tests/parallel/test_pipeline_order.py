@@ -91,8 +91,8 @@ def test_messages_that_wait_to_be_received_do_not_lock_an_evaluation(
     def evaluate(prepare: Callable[[Engine], None]) -> Callable[[Engine], float]:
         def work(engine: Engine) -> float:
             prepare(engine)
-            share = float(engine.runner.evaluate(engine.feeds.loaders["valid"].batch(0)))
-            engine.feeds.close()
+            share = float(engine.runner.evaluate(engine.data.loaders["valid"].batch(0)))
+            engine.data.close()
             return engine.mesh.total(share)[0]
 
         return work

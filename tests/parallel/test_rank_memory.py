@@ -88,7 +88,7 @@ def test_ranks_that_run_hold_what_was_foretold(layout: str, runs: Runs) -> None:
         shares = rank_memory(engine.config, engine.runner)
         own = sum(local(p.data).numel() for p in engine.runner.masters.values())
         moments = sum(m.numel() * 4 for m in engine.optimizer.named_moments().values())
-        engine.feeds.close()
+        engine.data.close()
         engine.mesh.close()
         return shares, own, moments
 

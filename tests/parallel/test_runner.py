@@ -197,8 +197,8 @@ def test_cut_layers_give_what_whole_ones_give_in_low_precision(runs: Runs) -> No
             if isinstance(module, torch.nn.Linear):
                 hook = partial(lambda name, _, __, y: types.update({name: str(y.dtype)}), name)
                 module.register_forward_hook(hook)
-        engine.runner.run(engine.feeds.loaders["train"].batch(0), 1)
-        engine.feeds.close()
+        engine.runner.run(engine.data.loaders["train"].batch(0), 1)
+        engine.data.close()
         return types
 
     low = ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O1")

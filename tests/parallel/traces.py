@@ -133,21 +133,21 @@ def _run(config: Config, world: int) -> Trace:
     meter, sinks = Meter(pace=BatchSchedule(1), seq_len=1), Sinks()
     with StopRequest(engine.output_dir) as stop:
         for step in range(start, STEPS):
-            batch = engine.feeds.loaders["train"].batch(step)
+            batch = engine.data.loaders["train"].batch(step)
             engine.step = step + 1
             loss, norm, _ = engine._train_step(batch, meter, sinks, stop)
             trace.losses.append(loss)
             trace.norms.append(norm)
             if engine.step == SAVED_STEP and start == 0:
                 # An evaluation in between must leave nothing behind.
-                engine.runner.evaluate(engine.feeds.loaders["valid"].batch(1))
+                engine.runner.evaluate(engine.data.loaders["valid"].batch(1))
                 saving.save(engine, meter)
-    share = float(engine.runner.evaluate(engine.feeds.loaders["valid"].batch(0)))
+    share = float(engine.runner.evaluate(engine.data.loaders["valid"].batch(0)))
     (trace.evaluation,) = engine.mesh.total(share)
     trace.weights = _rectangles(engine, gradients=False)
     check_replicas(engine.runner, "at the end")
     saving.finish(engine)
-    engine.feeds.close()
+    engine.data.close()
     engine.mesh.close()
     return trace
 
