@@ -105,9 +105,9 @@ class Loader:
         """This rank's slice of global batch `step`, counted from 0."""
         self._check_step(step)
         self._forget_if_forked()
-        made = self._pending.pop(step, None)
+        future = self._pending.pop(step, None)
         self._schedule(range(step + 1, min(step + 1 + self._prefetch, self.num_batches)))
-        return self._make(step) if made is None else made.result()
+        return self._make(step) if future is None else future.result()
 
     def close(self) -> None:
         """Stop the background thread. The loader may still be used and starts another."""
@@ -150,24 +150,25 @@ class Loader:
         import torch
 
         samples, length = self.samples, self.samples.seq_len
-        whole = np.asarray(self.pace.samples_of(step))
-        first, local_batch_size = self._rank * len(whole) // self._size, len(whole) // self._size
-        own = whole[first : first + local_batch_size]
-        rows = np.empty((len(own), length + 1), np.int64)  # (B, T+1)
-        for row, sample in zip(rows, own):
+        global_ids = np.asarray(self.pace.samples_of(step))
+        local_batch_size = len(global_ids) // self._size
+        first = self._rank * local_batch_size
+        local_ids = global_ids[first : first + local_batch_size]
+        rows = np.empty((len(local_ids), length + 1), np.int64)  # (B, T+1)
+        for row, sample in zip(rows, local_ids):
             samples.read(int(sample), row)
-        self._check_vocabulary(rows, own)
+        self._check_vocabulary(rows, local_ids)
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each
         ends = tokens == self._eos_token_id  # (B, T), nowhere if that is not known
         loss_mask = np.ones(tokens.shape, np.float32)
-        valid = len(whole) * length
+        valid = len(global_ids) * length
         if self._masked_token is not None:
             loss_mask[ends] = 0.0
-            others = np.concatenate([whole[:first], whole[first + len(own) :]])
+            others = np.concatenate([global_ids[:first], global_ids[first + len(local_ids) :]])
             masked = int(np.count_nonzero(ends))
-            self._check_count(own, masked)
+            self._check_count(local_ids, masked)
             valid -= masked + samples.count_all(others, self._masked_token)
-        positions, documents = torch.arange(length).repeat(len(own), 1), None  # (B, T)
+        positions, documents = torch.arange(length).repeat(len(local_ids), 1), None  # (B, T)
         if self._reset_position_ids:
             positions = torch.from_numpy(positions_in_documents(ends))
         if self._reset_attention_mask:
@@ -177,35 +178,35 @@ class Loader:
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(loss_mask),
             position_ids=positions,
-            sample_ids=own,
+            sample_ids=local_ids,
             global_valid_tokens=float(valid),
             document_ids=documents,
         )
 
-    def _check_vocabulary(self, rows: np.ndarray, own: np.ndarray) -> None:
-        """Ids are believed to fit the vocabulary where a manifest says so; here they are seen."""
+    def _check_vocabulary(self, rows: np.ndarray, local_ids: np.ndarray) -> None:
+        """Check what a manifest only promised: that the ids are within the vocabulary."""
         if self._vocab_size is None or rows.size == 0:
             return
         smallest, largest = int(rows.min()), int(rows.max())
         if smallest < 0 or largest >= self._vocab_size:
             wrong = smallest if smallest < 0 else largest
             raise DataError(
-                f"{self.samples.name}: token id {wrong} in one of the samples {own[0]} to "
-                f"{own[-1]} is outside the vocabulary of {self._vocab_size}; the data is damaged "
-                "or not what its manifest says: see `fourfold data verify`"
+                f"{self.samples.name}: token id {wrong} in one of the samples {local_ids[0]} to "
+                f"{local_ids[-1]} is outside the vocabulary of {self._vocab_size}; the data is "
+                "damaged or not what its manifest says: see `fourfold data verify`"
             )
 
-    def _check_count(self, own: np.ndarray, masked: int) -> None:
-        """What was counted without reading, by every rank for all others, holds for these too."""
+    def _check_count(self, local_ids: np.ndarray, masked: int) -> None:
+        """Check the index every rank trusts for the others' samples against this rank's own."""
         token = self._masked_token
         if token is None or self._size == 1 or not self.samples.has_indexed(token):
             return
-        counted = self.samples.count_all(own, token)
+        counted = self.samples.count_all(local_ids, token)
         if counted != masked:
             raise DataError(
-                f"{self.samples.name}: the samples {own[0]} to {own[-1]} hold {masked} end-of-text "
-                f"tokens, and {counted} were counted; the data is damaged or not what its manifest "
-                "says (see `fourfold data verify`), or the index cache is damaged"
+                f"{self.samples.name}: the samples {local_ids[0]} to {local_ids[-1]} hold {masked} "
+                f"end-of-text tokens, and {counted} were counted; the data is damaged or not "
+                "what its manifest says (see `fourfold data verify`), or the index cache is damaged"
             )
 
 
