@@ -33,8 +33,8 @@ import torch
 from fourfold.checkpoint import Shard
 from fourfold.checkpoint.bounded import FileRecord
 from fourfold.checkpoint.directory import history
+from fourfold.checkpoint.index import Part, StoredPiece, encode_part, joined, read_parts
 from fourfold.checkpoint.manifest import read_manifest, write_manifest
-from fourfold.checkpoint.records import Part, StoredPiece, encode_part, joined, read_parts
 from fourfold.checkpoint.tensor_files import parts_by_file, shard_names
 from fourfold.model import ModelShape, table_of
 from fourfold.model.params import split_range

@@ -16,26 +16,26 @@ the layout that wrote it. `state` is plain JSON: step, samples consumed, loss sc
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
 """
 
-from fourfold.checkpoint.crew import Crew
 from fourfold.checkpoint.directory import candidates, named
 from fourfold.checkpoint.disk import check_shared, free_bytes
 from fourfold.checkpoint.manifest import MismatchError
-from fourfold.checkpoint.merging import merge
 from fourfold.checkpoint.reading import (
     Verified,
     load,
+    merge,
     read_state,
     resume,
     tensor_names,
     verify,
 )
+from fourfold.checkpoint.rendezvous import RankGroup
 from fourfold.checkpoint.writing import PendingSave, begin_save, save
 from fourfold.shards import Shard, Tensors
 
 __all__ = [
-    "Crew",
     "MismatchError",
     "PendingSave",
+    "RankGroup",
     "Shard",
     "Tensors",
     "Verified",

@@ -7,9 +7,10 @@
     .step_N.trash-WRITER-RANDOM   being removed
     latest                        the name of the last one committed
 
-A name appears or disappears by one rename, so a reader never meets half a checkpoint, and a
+A name appears or disappears by one atomic rename, so a reader never meets half a checkpoint, and a
 process may be killed between any two lines of this file. One job, one save at a time, writes into
-an output directory; readers need not know of it.
+an output directory; readers need not know of it, and `PinnedDirectory` is how they hold on to one
+that a writer may replace or remove at any moment.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from fourfold.checkpoint.manifest import MANIFEST, read_head
+from fourfold.checkpoint.manifest import MANIFEST, MismatchError, MovedError, read_head
 from fourfold.errors import CheckpointError
 
 LATEST = "latest"
@@ -265,3 +268,54 @@ def _changed_lately(path: Path) -> bool:
     except OSError:
         return True  # it is moving
     return now - newest < ABANDONED_SECONDS
+
+
+# -- readers --------------------------------------------------------------------------------------
+
+
+Result = TypeVar("Result")
+
+
+class PinnedDirectory:
+    """A directory that must stay the same one from the first byte read to the last.
+
+    A writer may replace or remove a checkpoint between two files of it being read; what was read
+    is then a mixture, whatever the hashes of the single files say.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            raise MovedError(
+                f"{directory} is not a checkpoint: there is no such directory"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
+
+    def __enter__(self) -> PinnedDirectory:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self._descriptor)
+
+    def steady(self, work: Callable[[], Result]) -> Result:
+        """`work()`, or `MovedError` if the directory has moved by its end."""
+        try:
+            result = work()
+        except MismatchError:
+            raise
+        except CheckpointError:
+            if not self._moved():
+                raise
+        else:
+            if not self._moved():
+                return result
+        raise MovedError(f"{self.directory} was replaced or removed while it was read")
+
+    def _moved(self) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), os.stat(self.directory))
+        except OSError:
+            return True

@@ -14,7 +14,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from fourfold.checkpoint.crew import Crew
+from fourfold.checkpoint.rendezvous import RankGroup
 from fourfold.errors import CheckpointError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -91,7 +91,7 @@ def readable_gb(count: int) -> str:
 # --- one file system for all ranks ------------------------------------------------------------
 
 
-def check_shared(output_dir: Path, crew: Crew) -> None:
+def check_shared(output_dir: Path, crew: RankGroup) -> None:
     """Make `output_dir` and refuse one that is not the same directory on every rank; a collective.
 
     A save needs all ranks' files in one place, and would find out only after they were written.
@@ -118,7 +118,7 @@ def check_shared(output_dir: Path, crew: Crew) -> None:
                 token.unlink(missing_ok=True)
 
 
-def _not_seen(token: Path, crew: Crew) -> str | None:
+def _not_seen(token: Path, crew: RankGroup) -> str | None:
     try:
         # Opened, not looked for: a network file system then asks its server.
         if token.read_text() == crew.session:

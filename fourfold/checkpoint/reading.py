@@ -1,21 +1,38 @@
 """Loading: believe nothing before its hash is right, and fall back to the checkpoint before.
 
 Ranks that load together take every turn together: what one of them cannot read, none uses.
+`merge` writes the same checkpoint with every tensor whole, for tools that know nothing of shards.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
-from fourfold.checkpoint.bounded import FileRecord, HashName, decode_json, digest_of, read_bounded
-from fourfold.checkpoint.crew import ALONE, Crew
-from fourfold.checkpoint.directory import candidates
-from fourfold.checkpoint.index import Cut
+from fourfold.checkpoint.bounded import (
+    FileRecord,
+    HashName,
+    decode_json,
+    digest_of,
+    encode_json,
+    read_bounded,
+)
+from fourfold.checkpoint.directory import (
+    PinnedDirectory,
+    candidates,
+    commit,
+    private_name,
+    remove,
+    sync_directory,
+)
+from fourfold.checkpoint.disk import explained, free_bytes, readable_gb
+from fourfold.checkpoint.index import Cut, Part, StoredPiece, joined
 from fourfold.checkpoint.manifest import (
     MANIFEST,
     MAX_STATE_BYTES,
@@ -25,17 +42,20 @@ from fourfold.checkpoint.manifest import (
     MovedError,
     read_manifest,
     state_record,
+    write_manifest,
 )
-from fourfold.checkpoint.place import Place
+from fourfold.checkpoint.rendezvous import ALONE, RankGroup
 from fourfold.checkpoint.tensor_files import (
     dtype_name,
     file_problems,
     header_problems,
     parts_by_file,
     read_shards,
+    shard_names,
+    write_shard,
 )
 from fourfold.errors import CheckpointError
-from fourfold.shards import Shard, Tensors, as_shards
+from fourfold.shards import Box, Shard, Tensors, as_shards
 
 # How often a reader starts over because the writer replaced or removed what it was reading.
 MAX_RESTARTS = 100
@@ -50,7 +70,7 @@ def load(
     directory: Path | str,
     tensors: Tensors,
     prefix: str = "",
-    crew: Crew = ALONE,
+    crew: RankGroup = ALONE,
     hashes: bool = True,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint and return its state.
@@ -63,7 +83,7 @@ def load(
     """
     directory, wanted = Path(directory), as_shards(tensors)
     with ExitStack() as closing:
-        place = _together(crew, lambda: closing.enter_context(Place(directory)))
+        place = _together(crew, lambda: closing.enter_context(PinnedDirectory(directory)))
 
         def turn(work: Callable[[], Result]) -> Result:
             return _together(crew, lambda: place.steady(work))
@@ -89,7 +109,7 @@ def resume(
     tensors: Tensors,
     on_notice: Callable[[str], None],
     prefix: str = "",
-    crew: Crew = ALONE,
+    crew: RankGroup = ALONE,
     hashes: bool = True,
 ) -> Found:
     """Load the first good one of `candidates(where)`; return which, and its state.
@@ -143,7 +163,7 @@ def _until_it_stays(attempt: Callable[[], Found | None]) -> Found | None:
     return attempt()
 
 
-def _together(crew: Crew, work: Callable[[], Result]) -> Result:
+def _together(crew: RankGroup, work: Callable[[], Result]) -> Result:
     """`work()` on every rank; what it raises on one is raised on all, as the same kind."""
     try:
         result = work()
@@ -167,7 +187,7 @@ def read_state(directory: Path | str) -> dict[str, Any]:
     """The state of a checkpoint, verified, without looking at its tensors."""
     directory = Path(directory)
 
-    with Place(directory) as place:
+    with PinnedDirectory(directory) as place:
         return place.steady(lambda: _read_state(directory, *state_record(directory)))
 
 
@@ -186,7 +206,7 @@ class Verified:
 
     def __init__(self, directory: Path | str, prefix: str = "") -> None:
         self.directory = Path(directory)
-        self._place = Place(self.directory)
+        self._place = PinnedDirectory(self.directory)
         try:
             self._manifest = self._place.steady(lambda: read_manifest(self.directory, prefix))
             self._place.steady(lambda: check_files(self.directory, self._manifest, prefix))
@@ -300,3 +320,63 @@ def _check_fits(
 def _fits(cut: Cut, shard: Shard) -> bool:
     assert shard.box.fits_in(shard.shape)
     return cut.shape == shard.shape and cut.torch_dtype() == shard.local.dtype
+
+
+# -- merging --------------------------------------------------------------------------------------
+
+
+def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
+    """Write the tensors of checkpoint `source` whose names begin with `prefix` whole to `target`.
+
+    `target` is a new directory, which appears complete and can be used wherever a checkpoint can.
+    Of the tensors, those of one file at a time are in memory.
+    """
+    source, target = Path(source), Path(target)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already; name a new directory to merge into")
+    with PinnedDirectory(source) as place:
+        manifest = place.steady(lambda: read_manifest(source, prefix))
+        if not any(name.startswith(prefix) for name in manifest.tensors):
+            raise CheckpointError(f"{source} has no tensors whose names begin with {prefix!r}")
+        place.steady(lambda: check_files(source, manifest, prefix))
+        temporary = private_name(target.parent, f"step_{manifest.step}", "tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            place.steady(lambda: _write_whole(source, manifest, prefix, temporary))
+            commit(temporary, target)
+        except (OSError, SafetensorError) as error:
+            reason = explained(error, target.parent)
+            raise CheckpointError(f"cannot merge {source} into {target}: {reason}") from error
+        finally:
+            remove(temporary)
+    return target
+
+
+def _write_whole(source: Path, manifest: Manifest, prefix: str, into: Path) -> None:
+    cuts = {name: cut for name, cut in manifest.tensors.items() if name.startswith(prefix)}
+    sizes = {name: cut.nbytes() for name, cut in cuts.items()}
+    needed, free = sum(sizes.values()), free_bytes(into)
+    if needed > free:
+        raise CheckpointError(
+            f"{into.parent} has {readable_gb(free)} free and {readable_gb(needed)} are needed; "
+            "make room or merge into another directory"
+        )
+    files: dict[str, FileRecord] = {}
+    stored: dict[str, StoredPiece] = {}
+    for file, names in shard_names(sizes).items():
+        tensors = {
+            name: torch.empty(cuts[name].shape, dtype=cuts[name].torch_dtype()) for name in names
+        }
+        read_shards(
+            source, manifest, {name: Shard.whole(tensor) for name, tensor in tensors.items()}
+        )
+        files[file] = write_shard(into / file, tensors)
+        for name in names:
+            shape = cuts[name].shape
+            entire = Box((0,) * len(shape), shape)
+            stored[name] = StoredPiece(shape, cuts[name].dtype, entire, file)
+    state = encode_json(read_state(source), MAX_STATE_BYTES, STATE)
+    indices = joined({0: Part.of(files, stored)})
+    write_manifest(into, manifest.step, manifest.serial, indices, state)
+    sync_directory(into)

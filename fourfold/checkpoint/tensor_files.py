@@ -22,10 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fourfold.checkpoint.bounded import DTYPES, HASH, FileRecord, new_hasher
-from fourfold.checkpoint.crew import silent
-from fourfold.checkpoint.index import group_of
+from fourfold.checkpoint.index import Part, StoredPiece, group_of
 from fourfold.checkpoint.manifest import Manifest
-from fourfold.checkpoint.records import Part, StoredPiece
+from fourfold.checkpoint.rendezvous import silent
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box, Shard
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.bounded import encode_json
-from fourfold.checkpoint.crew import ALONE, Crew, silent
 from fourfold.checkpoint.directory import (
     commit,
     history,
@@ -22,9 +21,9 @@ from fourfold.checkpoint.directory import (
     tidy,
 )
 from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
+from fourfold.checkpoint.index import Part, joined
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
-from fourfold.checkpoint.meeting import Meeting
-from fourfold.checkpoint.records import Part, joined
+from fourfold.checkpoint.rendezvous import ALONE, RankGroup, SaveRendezvous, silent
 from fourfold.checkpoint.tensor_files import BEAT_SECONDS, Beat, check_writable, write_shards
 from fourfold.errors import CheckpointError
 from fourfold.shards import Shard, Tensors, as_shards
@@ -43,7 +42,7 @@ def save(
     tensors: Tensors,
     state: dict[str, Any],
     keep_last: int = 3,
-    crew: Crew = ALONE,
+    crew: RankGroup = ALONE,
 ) -> Path:
     """Commit `output_dir/step_N` and return it; of all, the `keep_last` newest stay (0: all).
 
@@ -67,7 +66,7 @@ def begin_save(
     tensors: Tensors,
     state: dict[str, Any],
     keep_last: int = 3,
-    crew: Crew = ALONE,
+    crew: RankGroup = ALONE,
 ) -> PendingSave:
     """As `save`, but return as soon as everything is copied to host memory.
 
@@ -134,8 +133,8 @@ class _Save:
     shards: Mapping[str, Shard]
     state_bytes: bytes
     keep_last: int
-    crew: Crew
-    meeting: Meeting | None = None
+    crew: RankGroup
+    meeting: SaveRendezvous | None = None
 
     def __post_init__(self) -> None:
         assert self.step >= 0 and self.keep_last >= 0
@@ -146,7 +145,7 @@ class _Save:
 
     def begun(self) -> _Save:
         """The save with a place to write to; what keeps rank 0 from that is raised on all ranks."""
-        meeting = Meeting(self.output_dir, self.step, self.crew)
+        meeting = SaveRendezvous(self.output_dir, self.step, self.crew)
         needed = sum(map(int, self.crew.gather(str(self._bytes_needed()))))
         problem = None
         try:
@@ -161,7 +160,7 @@ class _Save:
             raise self._failure(told)
         return replace(self, meeting=meeting)
 
-    def _open(self, meeting: Meeting, needed: int) -> None:
+    def _open(self, meeting: SaveRendezvous, needed: int) -> None:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         tidy(self.output_dir)
         free = free_bytes(self.output_dir)
@@ -183,7 +182,7 @@ class _Save:
             raise self._failure(self._reason(error)) from error
         return self.target
 
-    def _lead(self, meeting: Meeting) -> None:
+    def _lead(self, meeting: SaveRendezvous) -> None:
         try:
             if self.crew.size == 1:
                 indices = joined({0: self._write_shards(meeting.directory)})
@@ -203,7 +202,7 @@ class _Save:
             # The checkpoint is safe; only what comes after it failed.
             log.warning("%s is saved, but tidying up after it failed: %s", self.target, error)
 
-    def _take_part(self, meeting: Meeting) -> None:
+    def _take_part(self, meeting: SaveRendezvous) -> None:
         meeting.join()
         try:
             part, problem = self._part(meeting.directory)
@@ -217,7 +216,7 @@ class _Save:
             raise
         meeting.leave()
 
-    def _report_failure(self, meeting: Meeting, problem: str) -> None:
+    def _report_failure(self, meeting: SaveRendezvous, problem: str) -> None:
         """Where there is no room for it, rank 0 may be about to fail too, and to make some; where
         it cannot be written at all, rank 0 misses us in time."""
         deadline = time.monotonic() + self.crew.timeout_seconds / 2

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at, check and merge checkpoints.", no_args_is_help=True)
 
-Place = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
+PinnedDirectory = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
 
 LARGEST_SHOWN = 5
 PARAMETERS = "model."
 
 
 @app.command()
-def inspect(place: Place) -> None:
+def inspect(place: PinnedDirectory) -> None:
     """Show what a checkpoint holds, or which checkpoints an output directory has."""
     from fourfold.checkpoint.directory import named_by_user
 
@@ -35,7 +35,7 @@ def inspect(place: Place) -> None:
 
 
 @app.command()
-def verify(place: Place) -> None:
+def verify(place: PinnedDirectory) -> None:
     """Check every byte of a checkpoint, or of all in a directory; exit code 2 if any is wrong."""
     from fourfold import checkpoint
     from fourfold.checkpoint.directory import named_by_user

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fourfold import heartbeat
-from fourfold.checkpoint import Crew
+from fourfold.checkpoint import RankGroup
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
@@ -50,7 +50,7 @@ class Engine:
         self.device = select_device(config.Global.device)
         timeout = config.Distributed.timeout_seconds
         self.mesh = connect(self.layout, self.device, timeout)
-        self.crew = Crew.of(self.mesh, timeout)
+        self.crew = RankGroup.of(self.mesh, timeout)
         # Rank 0 makes the index caches, the others then find them.
         self.data = self.mesh.in_turn(
             lambda: open_run_data(

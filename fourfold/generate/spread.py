@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew
+from fourfold.checkpoint import RankGroup
 from fourfold.config import Config
 from fourfold.errors import UserError
 from fourfold.generate.decoder import Decoder
@@ -85,7 +85,7 @@ def _load_own(
     assert tokenizer is not None
     runner = _build(config, mesh)
     shards = {f"model.{shard.name}": shard for shard in runner.to_fill().values()}
-    crew = Crew.of(mesh, config.Distributed.timeout_seconds)
+    crew = RankGroup.of(mesh, config.Distributed.timeout_seconds)
     path, state = checkpoint.resume(
         where, shards, on_notice, "model.", crew, config.Engine.save_load.verify_hashes
     )

@@ -12,11 +12,11 @@ from checkpoint_samples import Tensors
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Shard
+from fourfold.checkpoint import RankGroup, Shard
 from fourfold.shards import Box
 
 
-def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[Crew]:
+def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[RankGroup]:
     """The views of `size` threads, with an `agree` that fails rather than hangs."""
     barrier = threading.Barrier(size, timeout=20.0)
     said: list[Any] = [None] * size
@@ -31,22 +31,22 @@ def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) 
 
         return gather
 
-    def crew_of(rank: int) -> Crew:
+    def crew_of(rank: int) -> RankGroup:
         gather = gather_of(rank)
 
         def agree(text: str | None) -> str | None:
             return next((word for word in gather(text) if word is not None), None)
 
-        return Crew(rank, size, session, agree, timeout_seconds, gather)
+        return RankGroup(rank, size, session, agree, timeout_seconds, gather)
 
     return [crew_of(rank) for rank in range(size)]
 
 
-def on_all(together: list[Crew], work: Callable[[Crew], object]) -> list[Any]:
+def on_all(together: list[RankGroup], work: Callable[[RankGroup], object]) -> list[Any]:
     """What `work` returns, or raises, on each rank."""
     results: list[Any] = [None] * len(together)
 
-    def run(crew: Crew) -> None:
+    def run(crew: RankGroup) -> None:
         try:
             results[crew.rank] = work(crew)
         except BaseException as error:
@@ -60,7 +60,7 @@ def on_all(together: list[Crew], work: Callable[[Crew], object]) -> list[Any]:
     return results
 
 
-def rows_of(tensors: Tensors, crew: Crew) -> dict[str, torch.Tensor | Shard]:
+def rows_of(tensors: Tensors, crew: RankGroup) -> dict[str, torch.Tensor | Shard]:
     """An even cut along the first dimension; what has none is the last rank's."""
     pieces: dict[str, torch.Tensor | Shard] = {}
     for name, tensor in tensors.items():

@@ -16,8 +16,8 @@ from mutate import mutate
 
 from fourfold import checkpoint
 from fourfold.checkpoint.bounded import HASH, digest_of
+from fourfold.checkpoint.index import Part, RankRecord, read_parts
 from fourfold.checkpoint.legacy import checksum_of
-from fourfold.checkpoint.records import Part, RankRecord, read_parts
 from fourfold.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden_v1" / "step_7"

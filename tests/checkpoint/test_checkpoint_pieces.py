@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Shard, tensor_files
+from fourfold.checkpoint import RankGroup, Shard, tensor_files
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box, tiling_problem
 
@@ -49,11 +49,11 @@ def test_saved_under_one_cut_it_loads_under_any_other(data, writers, readers, se
     asked = data.draw(dealt(SHAPES, readers))
     into = blank(tensors)
 
-    def save(crew: Crew) -> Path:
+    def save(crew: RankGroup) -> Path:
         pieces = {name: cut(tensors[name], box) for name, box in given_[crew.rank].items()}
         return checkpoint.save(folder, 3, pieces, {"step": 3}, crew=crew)
 
-    def load(crew: Crew) -> dict[str, Any]:
+    def load(crew: RankGroup) -> dict[str, Any]:
         pieces = {name: cut(into[name], box) for name, box in asked[crew.rank].items()}
         return checkpoint.load(directory, pieces, crew=crew)
 

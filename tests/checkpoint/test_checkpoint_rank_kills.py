@@ -17,7 +17,7 @@ from checkpoint_ranks import rows_of
 from checkpoint_samples import blank, crash_before_call, in_child, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew
+from fourfold.checkpoint import RankGroup
 from fourfold.checkpoint.directory import COMMITTED
 
 RANKS = 3
@@ -35,7 +35,7 @@ def fork(work: Callable[[], object]) -> int:
     return pid
 
 
-def save_for_ever(output_dir: Path, crew: Crew, first: int, in_background: bool) -> None:
+def save_for_ever(output_dir: Path, crew: RankGroup, first: int, in_background: bool) -> None:
     """This rank's part of one step after the other."""
     for step in itertools.count(first):
         pieces = rows_of(sample(step, FLOATS), crew)
@@ -59,7 +59,7 @@ def every_name_loads(output_dir: Path) -> list[int]:
 
 
 def start_job(output_dir: Path, session: str, first: int, in_background: bool) -> list[int]:
-    crews = [Crew(rank, RANKS, session) for rank in range(RANKS)]
+    crews = [RankGroup(rank, RANKS, session) for rank in range(RANKS)]
     return [
         fork(lambda crew=crew: save_for_ever(output_dir, crew, first, in_background))
         for crew in crews
@@ -118,12 +118,12 @@ def test_rank_0_dies_before_every_single_change_it_makes_to_the_disk(tmp_path: P
     checkpoint.save(before, 1, sample(11), state_of(11))
     for number in range(100):
         run = shutil.copytree(before, tmp_path / f"run{number}")
-        crews = [Crew(rank, RANKS, "a session") for rank in range(RANKS)]
+        crews = [RankGroup(rank, RANKS, "a session") for rank in range(RANKS)]
 
-        def save(crew: Crew, run: Path = run) -> None:
+        def save(crew: RankGroup, run: Path = run) -> None:
             checkpoint.save(run, 1, rows_of(sample(1), crew), state_of(1), crew=crew)
 
-        def lead(number: int = number, first: Crew = crews[0], save: Callable = save) -> None:
+        def lead(number: int = number, first: RankGroup = crews[0], save: Callable = save) -> None:
             crash_before_call(number)
             save(first)
 

@@ -16,8 +16,8 @@ from checkpoint_ranks import crews, on_all, rows_of, save_rows
 from checkpoint_samples import Tensors, blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Shard, reading, writing
-from fourfold.checkpoint.meeting import Meeting
+from fourfold.checkpoint import RankGroup, Shard, reading, writing
+from fourfold.checkpoint.rendezvous import SaveRendezvous
 from fourfold.errors import CheckpointError
 
 
@@ -37,7 +37,9 @@ def load_rows(where: Path, like: Tensors, size: int) -> tuple[list[Any], Tensors
 # --- what the ranks must agree on -------------------------------------------------------------
 
 
-def given_by(*pieces: Shard | torch.Tensor) -> Callable[[Crew], dict[str, Shard | torch.Tensor]]:
+def given_by(
+    *pieces: Shard | torch.Tensor,
+) -> Callable[[RankGroup], dict[str, Shard | torch.Tensor]]:
     return lambda crew: {"model.w": pieces[crew.rank]}
 
 
@@ -190,10 +192,10 @@ def test_rank_0_failing_is_its_own_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_keeps_rank_0_from_beginning_is_raised_on_all_ranks_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[..., object]
 ) -> None:
-    def no_inodes(meeting: Meeting) -> None:
+    def no_inodes(meeting: SaveRendezvous) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Meeting, "open", no_inodes)
+    monkeypatch.setattr(SaveRendezvous, "open", no_inodes)
     # Nobody waits for the time to run out: it would be an hour.
     results = on_all(
         crews(3, timeout_seconds=3600.0),
@@ -270,9 +272,9 @@ def test_a_mistake_of_ours_on_one_rank_reaches_rank_0_and_keeps_its_type(
 
 def test_missing_ranks_are_named_and_a_late_one_leaves_nothing(tmp_path: Path) -> None:
     # Each by itself: the collectives of the others are not waited for.
-    together = [Crew(rank, 4, "a session", timeout_seconds=0.2) for rank in range(4)]
+    together = [RankGroup(rank, 4, "a session", timeout_seconds=0.2) for rank in range(4)]
 
-    def save(crew: Crew) -> Path:
+    def save(crew: RankGroup) -> Path:
         return checkpoint.save(tmp_path, 1, rows_of(sample(1), crew), {}, crew=crew)
 
     with pytest.raises(CheckpointError, match=r"no part came from rank 1, 2, 3 within 0\.2 s"):
@@ -294,7 +296,7 @@ def test_meetings_of_dead_sessions_are_cleared_away(tmp_path: Path) -> None:
 def test_the_same_step_again_at_once_by_ranks_that_run_ahead(tmp_path: Path) -> None:
     times = 15
 
-    def save(crew: Crew) -> None:
+    def save(crew: RankGroup) -> None:
         for number in range(times):
             tensors = rows_of(sample(number, floats=64), crew)
             checkpoint.save(tmp_path, 7, tensors, state_of(number), crew=crew)
@@ -323,7 +325,7 @@ def test_a_save_in_the_background_holds_what_there_was_when_it_began(
     monkeypatch.setattr(writing, "write_shards", gated)
     tensors = sample(4, floats=24)
 
-    def begin(crew: Crew) -> checkpoint.PendingSave:
+    def begin(crew: RankGroup) -> checkpoint.PendingSave:
         return checkpoint.begin_save(
             tmp_path, 4, rows_of(tensors, crew), state_of(4), keep_last=2, crew=crew
         )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
-from fourfold.checkpoint import Crew, Shard, directory, manifest, reading, records
+from fourfold.checkpoint import RankGroup, Shard, directory, index, manifest, reading
 from fourfold.checkpoint.index import Cut
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box
@@ -35,7 +35,7 @@ def test_tensors_that_are_cut_alike_share_one_grid(tmp_path: Path) -> None:
 def test_a_cut_in_two_dimensions_is_a_grid_too(tmp_path: Path) -> None:
     """As model parallelism over columns and sharding over rows leave it."""
 
-    def quarters(crew: Crew) -> dict[str, Shard]:
+    def quarters(crew: RankGroup) -> dict[str, Shard]:
         row, column = divmod(crew.rank, 2)
         return {
             name: Shard(tensor[4 * row :][:4, 3 * column :][:, :3], (8, 6), (4 * row, 3 * column))
@@ -53,13 +53,13 @@ def test_a_cut_in_two_dimensions_is_a_grid_too(tmp_path: Path) -> None:
 def test_rank_0_reads_a_table_that_many_ranks_share_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, read = records._parse_table, []
+    real, read = index._parse_table, []
 
     def counted(data: bytes, digest: str, path: Path) -> object:
         read.append(path.name)
         return real(data, digest, path)
 
-    monkeypatch.setattr(records, "_parse_table", counted)
+    monkeypatch.setattr(index, "_parse_table", counted)
     save_rows(tmp_path, 1, LAYERS, {}, size=8)
     assert len(read) == 1
 
@@ -107,7 +107,7 @@ def test_each_file_is_hashed_once_by_a_rank_that_reads_it(
     monkeypatch.setattr(reading, "file_problems", watched)
     into = blank(LAYERS)
 
-    def load(crew: Crew) -> list[str]:
+    def load(crew: RankGroup) -> list[str]:
         pieces = rows_of(into, crew)
         checkpoint.load(tmp_path / "step_1", pieces, crew=crew)
         return sorted(reading.parts_by_file(reading.read_manifest(tmp_path / "step_1"), pieces))

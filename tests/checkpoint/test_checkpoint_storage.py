@@ -113,7 +113,7 @@ def test_a_disk_that_fills_up_during_a_merge(
 ) -> None:
     save_rows(tmp_path / "run", 2, sample(2, floats=1 << 20), state_of(2), size=2)
     disk = mount("size=3m")
-    monkeypatch.setattr(checkpoint.merging, "free_bytes", lambda place: 1 << 40)
+    monkeypatch.setattr(checkpoint.reading, "free_bytes", lambda place: 1 << 40)
     with pytest.raises(CheckpointError, match=r"cannot merge .*No space left on device; make room"):
         checkpoint.merge(tmp_path / "run" / "step_2", disk / "whole")
     assert list(disk.iterdir()) == []
@@ -161,7 +161,7 @@ def test_a_writer_beats_as_long_as_it_writes_and_not_when_it_is_stuck(
         real(descriptor)
 
     beats: list[None] = []
-    crew = checkpoint.Crew(beat=lambda: beats.append(None))
+    crew = checkpoint.RankGroup(beat=lambda: beats.append(None))
     monkeypatch.setattr(os, "fsync", stuck)
     step = checkpoint.save(tmp_path, 2, sample(2, floats=1 << 16), state_of(2), crew=crew)
     monkeypatch.undo()

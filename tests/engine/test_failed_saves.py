@@ -18,7 +18,7 @@ from tiny_run import Configure
 
 from fourfold import checkpoint
 from fourfold.checkpoint import writing
-from fourfold.checkpoint.meeting import Meeting
+from fourfold.checkpoint.rendezvous import SaveRendezvous
 from fourfold.engine import Engine, saving
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import read_jsonl
@@ -245,10 +245,10 @@ def test_all_ranks_end_with_the_reason_of_rank_0(configure: Configure, tmp_path:
     """Also where rank 0 cannot begin: nobody waits for the time to run out."""
 
     def work(engine: Engine) -> None:
-        def no_inodes(meeting: Meeting) -> None:
+        def no_inodes(meeting: SaveRendezvous) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        Meeting.open = no_inodes  # type: ignore[method-assign]
+        SaveRendezvous.open = no_inodes  # type: ignore[method-assign]
         engine.fit()
 
     overrides = ["Engine.max_steps=2", "Distributed.timeout_seconds=3600"]
