@@ -17,18 +17,18 @@ import typer
 from fourfold import __version__, heartbeat
 from fourfold.cli import (
     bench,
-    checkpoints,
-    configuration,
-    conversion,
+    checkpoint,
+    config,
+    convert,
     data,
-    evaluation,
-    generation,
+    evaluate,
+    generate,
     layout,
-    planning,
+    plan,
     quickstart,
-    serving,
+    serve,
     target,
-    training,
+    train,
 )
 from fourfold.errors import UserError, report
 
@@ -38,20 +38,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(training.train)
+app.command("train")(train.train)
 app.command("bench")(bench.bench)
 app.command("target")(target.target)
-app.command("generate")(generation.generate)
-app.command("evaluate")(evaluation.evaluate)
-app.command("serve")(serving.serve)
-app.command("convert")(conversion.convert)
+app.command("generate")(generate.generate)
+app.command("evaluate")(evaluate.evaluate)
+app.command("serve")(serve.serve)
+app.command("convert")(convert.convert)
 app.command("layout")(layout.layout)
-app.command("plan")(planning.plan)
-app.command("doctor")(planning.doctor)
+app.command("plan")(plan.plan)
+app.command("doctor")(plan.doctor)
 app.command("quickstart")(quickstart.quickstart)
 app.add_typer(data.app, name="data")
-app.add_typer(checkpoints.app, name="checkpoint")
-app.add_typer(configuration.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(config.app, name="config")
 
 
 def _show_version(asked: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli import training
+from fourfold.cli import train
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import RunError, UserError
 
@@ -27,10 +27,10 @@ PEAK = "; peak for MFU: "  # begins, in a notice of every run, where the peak co
 def bench(
     config: ConfigFile,
     override: Overrides = None,
-    nproc: training.Processes = None,
-    iterations: Annotated[int, typer.Option(min=1, help="How many iterations to run.")] = 10,
+    nproc: train.Processes = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Number of iterations to run.")] = 10,
     warmup: Annotated[
-        int, typer.Option(min=0, help="How many of them, at the start, do not count.")
+        int, typer.Option(min=0, help="Warm-up iterations, excluded from the result.")
     ] = 2,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; the log goes to standard error.")
@@ -53,7 +53,7 @@ def bench(
         settings = [*(override or []), *_settings(iterations, directory)]
         log = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with log:
-            run = training.Run(config, settings, auto=False, cluster=None)
+            run = train.Run(config, settings, auto=False, cluster=None)
             code, resolved, world_size = _run(run, nproc)
         if code == FAILED:
             leaving.pop_all()  # the logs in it were just named
@@ -92,18 +92,18 @@ def _settings(iterations: int, directory: Path) -> list[str]:
     ]
 
 
-def _run(run: training.Run, nproc: int | None) -> tuple[int, Config, int]:
+def _run(run: train.Run, nproc: int | None) -> tuple[int, Config, int]:
     """The exit code, what was run, and in how many processes."""
     if nproc is not None:
         from fourfold.launch.launchers import refuse_inside_launcher
 
         refuse_inside_launcher(os.environ, f"--nproc {nproc}")
         resolved, expected = run.resolve(nproc)
-        code = training.fit_in_processes(resolved, expected, nproc, save=False)
+        code = train.fit_in_processes(resolved, expected, nproc, save=False)
         return code, resolved, nproc
-    world_size = training.join_others()
+    world_size = train.join_others()
     resolved, expected = run.resolve(world_size if world_size > 1 else None)
-    training.fit_here(resolved, expected, world_size, save=False)
+    train.fit_here(resolved, expected, world_size, save=False)
     return 0, resolved, world_size
 
 

@@ -47,14 +47,14 @@ MaxDocument = Annotated[
 MaxBad = Annotated[
     int | None,
     typer.Option(
-        help="How many bad lines are passed over before stopping.", show_default=str(MOST_BAD_LINES)
+        help="Number of bad lines to skip before stopping.", show_default=str(MOST_BAD_LINES)
     ),
 ]
 AllowDamaged = Annotated[
     bool,
     typer.Option(
         "--allow-damaged-files",
-        help="Go on where a file is damaged or nothing of it can be read, without what is lost.",
+        help="Skip what is damaged or cannot be read instead of stopping.",
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")]
@@ -79,7 +79,7 @@ def prepare(
         bool, typer.Option(help="End each document with the end-of-text id.")
     ] = True,
     workers: Annotated[
-        int | None, typer.Option(help="Processes; as many as processors by default.")
+        int | None, typer.Option(help="Number of worker processes [the number of processors].")
     ] = None,
     form: Annotated[str, typer.Option("--format", metavar="megatron|fleetx")] = "megatron",
     json_key: JsonKey = "text",
@@ -92,7 +92,7 @@ def prepare(
     allow_damaged_files: AllowDamaged = False,
     strict: Strict = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, begun or finished.")
+        bool, typer.Option("--overwrite", help="Replace existing output, finished or not.")
     ] = False,
     stdin_format: StdinKind = None,
 ) -> None:
@@ -126,11 +126,13 @@ def prepare(
 def train_tokenizer(
     inputs: Inputs,
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write, or its directory.")],
-    vocab_size: Annotated[int, typer.Option(help="Ids in all, <|endoftext|> included.")],
+    vocab_size: Annotated[
+        int, typer.Option(help="Size of the vocabulary, <|endoftext|> included.")
+    ],
     more_inputs: MoreInputs = None,
     json_key: JsonKey = "text",
     document_separator: Separator = "blank-line",
-    every: Annotated[int, typer.Option(help="Learn from every n-th document only.")] = 1,
+    every: Annotated[int, typer.Option(help="Train on every n-th document only.")] = 1,
     max_document_mb: MaxDocument = 64,
     max_bad_lines: MaxBad = None,
     allow_damaged_files: AllowDamaged = False,
@@ -223,9 +225,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing o
 @app.command()
 def inspect(
     path: Dataset,
-    samples: Annotated[int, typer.Option(min=0, help="How many documents to show.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Number of documents to show.")] = 3,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Decodes the samples; by default the data's own.")
+        Path | None, typer.Option(help="Tokenizer to decode the samples with [the data's own].")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the document lengths here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a list.")] = False,
@@ -261,7 +263,8 @@ def inspect(
 def verify(
     path: Dataset,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Check ids against this, not the manifest's.")
+        int | None,
+        typer.Option(min=1, help="Check ids against this size instead of the manifest's."),
     ] = None,
 ) -> None:
     """Check every byte of token files against their manifest; exit code 2 if anything is wrong."""

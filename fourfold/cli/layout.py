@@ -9,7 +9,7 @@ import typer
 from fourfold.cli.options import ConfigFile, Overrides
 
 World = Annotated[
-    int | None, typer.Option(min=1, help="For so many processes; by default what the file needs.")
+    int | None, typer.Option(min=1, help="Number of processes [what the file needs].")
 ]
 
 

@@ -28,7 +28,7 @@ def target(
         typer.Argument(help="A run's output_dir, or a log of FleetX, Megatron-DeepSpeed or -LM."),
     ],
     step: Annotated[
-        int | None, typer.Option(min=1, help="When; by default at the last step logged.")
+        int | None, typer.Option(min=1, help="The step to judge [the last one logged].")
     ] = None,
     loss: Annotated[float | None, typer.Option(help="The training loss is below this.")] = None,
     ppl: Annotated[

@@ -10,7 +10,7 @@ No foreign file runs anything: pickles are read by a machine that builds contain
 
 from fourfold.convert.conversion import Converted, convert
 from fourfold.convert.detect import Source, load_foreign, open_weights
-from fourfold.convert.foreign import ForeignModel, Kind
+from fourfold.convert.imported import ForeignModel, Kind
 from fourfold.convert.megatron_out import MegatronLayout
 
 __all__ = [

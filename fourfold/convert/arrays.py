@@ -1,4 +1,4 @@
-"""numpy arrays in pickles, without numpy making them: what they say, checked, as `Stored`.
+"""numpy arrays in pickles, without numpy making them: what they say, checked, as `LazyTensor`.
 
 `NUMPY` lists the names numpy's pickles use, in the spelling of numpy 1 and 2.
 """
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold.convert.imported import LazyTensor
 from fourfold.convert.pickles import Constructor, Record
-from fourfold.convert.stored import Stored
 from fourfold.errors import CheckpointError
 
 # Paddle keeps bfloat16 as the unsigned integers of the same bits.
@@ -67,7 +67,7 @@ class PickledArray(Record):
     def set_state(self, state: Any) -> None:
         self.state = state
 
-    def stored(self) -> Stored:
+    def stored(self) -> LazyTensor:
         try:
             _, shape, pickled, fortran, data = self.state
             if not (
@@ -91,7 +91,7 @@ class PickledArray(Record):
             tensor = torch.from_numpy(array)
             return tensor.view(torch.bfloat16) if pickled.code == "u2" else tensor
 
-        return Stored(tuple(shape), TORCH_DTYPES[pickled.code], read)
+        return LazyTensor(tuple(shape), TORCH_DTYPES[pickled.code], read)
 
 
 def _raw(data: memoryview | str | EncodedText) -> memoryview | bytes:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from fourfold.checkpoint.directory import sync_directory
 from fourfold.convert.detect import load_foreign
 from fourfold.convert.fleetx import write_fleetx
-from fourfold.convert.foreign import ForeignModel, Kind
-from fourfold.convert.huggingface_out import SHARD_BYTES, write_huggingface
+from fourfold.convert.huggingface import SHARD_BYTES, write_huggingface
+from fourfold.convert.imported import ForeignModel, Kind
 from fourfold.convert.megatron_out import MegatronLayout, write_megatron
 from fourfold.convert.native import write_native
 from fourfold.convert.scratch import check_room, sync_tree

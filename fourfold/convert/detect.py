@@ -1,9 +1,15 @@
-"""What kind of checkpoint lies at a path: `open_weights` tells, `load_foreign` reads it."""
+"""What kind of checkpoint lies at a path: `open_weights` tells, `load_foreign` reads it.
+
+A checkpoint in a `.tgz` is unpacked into a private directory, weights and descriptions only.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +17,8 @@ from pathlib import Path
 
 from fourfold import checkpoint
 from fourfold.convert import fleetx, huggingface, megatron, native
-from fourfold.convert.archive import is_archive, unpack
 from fourfold.convert.distributed_files import METADATA
-from fourfold.convert.foreign import ForeignModel, Kind
+from fourfold.convert.imported import ForeignModel, Kind
 from fourfold.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -165,3 +170,51 @@ def _readable(named: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{named} cannot be read: {error.strerror}") from error
+
+
+# -- archives -------------------------------------------------------------------------------------
+
+
+SUFFIXES = (".tgz", ".tar.gz", ".tar")
+
+# Weights hardly shrink when packed, so an archive that grows more than this is none of weights.
+MAX_GROWTH = 20
+ALLOWANCE = 64 << 20
+MAX_MEMBERS = 10_000
+
+# Optimizer states, larger than the weights, stay in the archive.
+WANTED = (".pdparams", ".safetensors", ".bin", ".pt", ".json", ".txt")
+
+
+def is_archive(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES) and path.is_file()
+
+
+def unpack(path: Path, directory: Path) -> None:
+    """Unpack what a model needs; a name that leaves `directory`, a link or a device is refused."""
+    limit = MAX_GROWTH * path.stat().st_size + ALLOWANCE
+    free = shutil.disk_usage(directory).free
+    total = 0
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for count, member in enumerate(archive):
+                total += member.size
+                if total > limit or count >= MAX_MEMBERS:
+                    raise CheckpointError(
+                        f"{path} unpacks to over {limit} bytes or {MAX_MEMBERS} files, which no "
+                        "packed weights do; nothing of it is used"
+                    )
+                if total > free:
+                    raise CheckpointError(
+                        f"{path} needs over {free} bytes, which {directory} does not have free"
+                    )
+                if member.isdir() or member.name.endswith(WANTED):
+                    archive.extract(member, directory, filter=_plain)
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be unpacked: {error}") from error
+
+
+def _plain(member: tarfile.TarInfo, directory: str) -> tarfile.TarInfo:
+    if not member.isfile() and not member.isdir():
+        raise CheckpointError(f"its member {member.name[:100]!r} is a link or a device")
+    return tarfile.data_filter(member, directory)

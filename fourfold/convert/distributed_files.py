@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fourfold.convert.arrays import Inert
+from fourfold.convert.imported import LazyTensor
 from fourfold.convert.pickles import Constructor, Machine, Record, only
-from fourfold.convert.stored import Stored
 from fourfold.convert.torch_files import MAX_DIMENSIONS, map_file, read_torch_bytes
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box, tiling_problem
@@ -118,18 +118,18 @@ class DistributedFiles:
     def names(self) -> list[str]:
         return list(self._tensors)
 
-    def tensor(self, name: str) -> Stored:
+    def tensor(self, name: str) -> LazyTensor:
         about = self._described(name)
         parts = [(cut.box, self._part(name, about, cut)) for cut in about.cuts]
         whole = Box((0,) * len(about.shape), about.shape)
-        return Stored(about.shape, about.dtype, _reader(parts, whole, about.dtype))
+        return LazyTensor(about.shape, about.dtype, _reader(parts, whole, about.dtype))
 
-    def rows(self, name: str) -> list[Stored]:
+    def rows(self, name: str) -> list[LazyTensor]:
         """The parts of a tensor along its first axis, each as a tensor with one axis less."""
         about = self._described(name)
         parts = [(cut.box, self._part(name, about, cut)) for cut in about.cuts]
         return [
-            Stored(about.shape[1:], about.dtype, _row_reader(parts, row, about))
+            LazyTensor(about.shape[1:], about.dtype, _row_reader(parts, row, about))
             for row in range(about.shape[0] if about.shape else 0)
         ]
 
@@ -163,7 +163,7 @@ class DistributedFiles:
             raise self._damaged(f"the piece of {name[:100]} at {offsets} lies nowhere sensible")
         return Cut(Box(offsets, sizes), file, *where)
 
-    def _part(self, name: str, about: Described, cut: Cut) -> Stored:
+    def _part(self, name: str, about: Described, cut: Cut) -> LazyTensor:
         file = self.directory / cut.file
         if cut.file not in self._maps:
             self._maps[cut.file] = map_file(file)
@@ -172,7 +172,7 @@ class DistributedFiles:
             raise CheckpointError(f"{file} is cut off: {name[:100]} reaches beyond its end")
         found = read_torch_bytes(data[cut.start : cut.start + cut.length], file)
         if (
-            not isinstance(found, Stored)
+            not isinstance(found, LazyTensor)
             or found.shape != cut.box.shape
             or found.dtype != about.dtype
         ):
@@ -194,7 +194,7 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
     return value if plain else None
 
 
-Parts = list[tuple[Box, Stored]]
+Parts = list[tuple[Box, LazyTensor]]
 
 
 def _reader(parts: Parts, wanted: Box, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -213,7 +213,7 @@ def _row_reader(parts: Parts, row: int, about: Described) -> Callable[[], Tensor
     return lambda: read().squeeze(0)
 
 
-def _overlapping(parts: Parts, wanted: Box) -> Iterator[tuple[Box, Stored, Box]]:
+def _overlapping(parts: Parts, wanted: Box) -> Iterator[tuple[Box, LazyTensor, Box]]:
     for box, stored in parts:
         if common := box.overlap(wanted):
             yield box, stored, common

@@ -12,22 +12,34 @@ from __future__ import annotations
 
 import json
 import re
+import struct
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from fourfold.convert.files import find_tokenizer, read_json
-from fourfold.convert.foreign import (
+import torch
+from torch import Tensor
+
+from fourfold.convert.arrays import NUMPY, PickledArray
+from fourfold.convert.imported import (
     ROWS,
     ForeignModel,
+    LazyTensor,
     assemble,
     check_tied,
     count_of,
+    find_tokenizer,
+    heads_from_blocks,
+    joined,
     our_names,
+    read_json,
+    reshaped,
     split_number,
     their_name,
+    transposed,
 )
-from fourfold.convert.pdparams import read_pdparams, write_pdparams
-from fourfold.convert.stored import Stored, heads_from_blocks, joined, transposed
+from fourfold.convert.pickles import Constructor, Machine, only
+from fourfold.convert.torch_files import map_file
 from fourfold.errors import CheckpointError
 
 RANK = re.compile(r"mp_(\d\d)_sharding_(\d\d)_pp_(\d\d)")
@@ -54,7 +66,7 @@ def read_fleetx(directory: Path, heads: int | None = None) -> ForeignModel:
     config = _read_config(directory / CONFIG)
     if heads is None or "num_attention_heads" in config:
         heads = _find_heads(directory, config)
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     for ranks in _stages(directory):
         pieces = [_ours(read_pdparams(file)) for file in ranks]
         for name in pieces[0]:
@@ -131,7 +143,7 @@ def _file_in(directory: Path) -> Path:
     )
 
 
-def _ours(arrays: dict[str, Stored]) -> dict[str, Stored]:
+def _ours(arrays: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     return {_our_name(name): array for name, array in arrays.items()}
 
 
@@ -156,7 +168,7 @@ def _our_name(name: str) -> str:
     return ROWS[ours].of_layer(number) + (f"#{apart[1]}" if apart else "")
 
 
-def _merged(name: str, pieces: list[Stored]) -> Stored:
+def _merged(name: str, pieces: list[LazyTensor]) -> LazyTensor:
     """Of all tensor ranks; everything that is not cut is the same on each."""
     whole = name.partition("#")[0]
     axis = 0 if name == "head" else None
@@ -165,7 +177,7 @@ def _merged(name: str, pieces: list[Stored]) -> Stored:
     return pieces[0] if axis is None else joined(pieces, axis)
 
 
-def _fused(path: Path, found: dict[str, Stored], heads: int) -> dict[str, Stored]:
+def _fused(path: Path, found: dict[str, LazyTensor], heads: int) -> dict[str, LazyTensor]:
     """Turned to (out, in), and separate q, k and v made one."""
     turned = {
         name: transposed(source) if _is_turned(name, source) else source
@@ -183,7 +195,7 @@ def _fused(path: Path, found: dict[str, Stored], heads: int) -> dict[str, Stored
     return turned
 
 
-def _is_turned(name: str, source: Stored) -> bool:
+def _is_turned(name: str, source: LazyTensor) -> bool:
     whole = name.partition("#")[0]
     return whole in ROWS and ROWS[whole].kind == "linear" and len(source.shape) == 2
 
@@ -218,3 +230,109 @@ def _paddle_names(names: dict[str, str]) -> dict[str, str]:
         counts[kind] += is_weight
         table[foreign] = f"{kinds[kind]}_{counts[kind] - 1}.{'w' if is_weight else 'b'}_0"
     return table
+
+
+# -- `.pdparams`: Paddle's pickled dictionaries, without Paddle or pickle -------------------------
+
+
+NAME_TABLE = "StructuredToParameterName@@"
+SLICE_TABLE = "UnpackBigParamInfor@@"
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def _itself(items: Any) -> tuple[Any, ...]:
+    """`tuple((name, array))`."""
+    if not isinstance(items, tuple):
+        raise TypeError
+    return items
+
+
+def _named(expression: Any, names: Any) -> Any:
+    """`eval("data", {"data": array})`, Paddle's way to write a tensor: looked up, not evaluated."""
+    if expression != "data" or not isinstance(names, dict) or set(names) != {"data"}:
+        raise CheckpointError("it asks to evaluate an expression. Nothing was run")
+    return names["data"]
+
+
+_PADDLE = NUMPY | {
+    f"{module}.{name}": Constructor(make)
+    for module in ("builtins", "__builtin__")
+    for name, make in (("tuple", _itself), ("eval", _named))
+}
+
+
+def read_pdparams(path: Path) -> dict[str, LazyTensor]:
+    """Every array of a `.pdparams` file by its name there."""
+    content = Machine(map_file(path), path, only(_PADDLE)).load()
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no dictionary of weights")
+    try:
+        arrays = {
+            name: _array(name, value)
+            for name, value in content.items()
+            if name not in (NAME_TABLE, SLICE_TABLE)
+        }
+        return _without_slices(arrays, content.get(SLICE_TABLE, {}))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}") from None
+
+
+def _array(name: Any, value: Any) -> LazyTensor:
+    if isinstance(value, tuple) and len(value) == 2:
+        value = value[1]
+    if not isinstance(name, str) or not isinstance(value, PickledArray):
+        raise CheckpointError(f"its entry {str(name)[:100]!r} is no array")
+    return value.stored()
+
+
+def _without_slices(arrays: dict[str, LazyTensor], table: Any) -> dict[str, LazyTensor]:
+    try:
+        for name, about in table.items():
+            parts = [arrays.pop(part) for part in about["slices"]]
+            arrays[name] = reshaped(joined(parts, 0), tuple(about["OriginShape"]))
+    except (TypeError, KeyError, AttributeError, IndexError):
+        raise CheckpointError("its table of cut arrays is damaged") from None
+    return arrays
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+# The opcodes are written here and not by pickle, so that arrays go to the disk one at a time, and
+# under the name numpy had for its constructor before version 2, which newer ones know as well.
+_PROTOCOL_4 = b"\x80\x04"
+_RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+_NUMPY_CODES = {torch.float32: b"f4", torch.float16: b"f2", torch.bfloat16: b"u2"}
+_LITTLE_ENDIAN = b"(K\x03\x8c\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+
+
+def write_pdparams(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], table: dict[str, str]
+) -> None:
+    """Write arrays as they come; `table` gives Paddle's own name of each."""
+    with path.open("wb") as stream:
+        stream.write(_PROTOCOL_4 + b"}")
+        for name, tensor in tensors:
+            stream.write(_text(name))
+            _write_array(stream, tensor)
+            stream.write(b"s")
+        stream.write(_text(NAME_TABLE) + b"}")
+        for name, own in table.items():
+            stream.write(_text(name) + _text(own) + b"s")
+        stream.write(b"s.")
+
+
+def _write_array(stream: BinaryIO, tensor: Tensor) -> None:
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    sizes = b"".join(b"J" + struct.pack("<i", size) for size in tensor.shape)
+    dtype = b"cnumpy\ndtype\n\x8c\x02" + _NUMPY_CODES[tensor.dtype] + b"\x89\x88\x87R"
+    stream.write(_RECONSTRUCT + b"(K\x01(" + sizes + b"t" + dtype + _LITTLE_ENDIAN + b"\x89")
+    stream.write(b"\x8e" + struct.pack("<Q", tensor.nbytes))
+    stream.write(bits.contiguous().numpy().data.cast("B"))
+    stream.write(b"tb")
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"X" + struct.pack("<I", len(encoded)) + encoded

@@ -3,32 +3,48 @@
 GPT-2's Conv1D stores (in, out), the transpose of ours, and the columns of `c_attn` as all q, all
 k, all v. What a configuration may ask for and our model does not have is refused with its name;
 scaling attention by layer is put into the weights instead.
+
+Out: a complete directory that `transformers` takes as it is, with safetensors shards of bounded
+size.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fourfold.convert.files import find_tokenizer, read_json
-from fourfold.convert.foreign import (
+from fourfold.convert.imported import (
     ROWS,
     ForeignModel,
+    LazyTensor,
     assemble,
+    blocks_from_heads,
     check_tied,
     count_of,
+    find_tokenizer,
+    heads_from_blocks,
     our_names,
+    queries_scaled,
+    read_json,
     split_number,
+    their_name,
+    transposed,
+    write_json,
+    write_pair,
 )
-from fourfold.convert.stored import Stored, heads_from_blocks, queries_scaled, transposed
 from fourfold.convert.torch_files import read_torch_file
 from fourfold.errors import CheckpointError
+from fourfold.model import count_parameters
+from fourfold.tokenizer import END_OF_TEXT, Tokenizer
 
 CONFIG = "config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -113,7 +129,7 @@ def _options(config: dict[str, Any], notes: list[str]) -> dict[str, float]:
 
 def _by_our_names(
     directory: Path, heads: int, config: dict[str, Any]
-) -> tuple[dict[str, Stored], list[str]]:
+) -> tuple[dict[str, LazyTensor], list[str]]:
     found, notes, head = {}, [], None
     for name, source in _weights(directory).items():
         if _MASKS.fullmatch(name):
@@ -156,7 +172,7 @@ def _query_factor(config: dict[str, Any], layer: int, head_size: int) -> float:
 # --- files ------------------------------------------------------------------------------------
 
 
-def _weights(directory: Path) -> dict[str, Stored]:
+def _weights(directory: Path) -> dict[str, LazyTensor]:
     """Every tensor of the directory by its name there; safetensors before pickles."""
     for whole, index in ((SAFETENSORS, SAFETENSORS_INDEX), (TORCH, TORCH_INDEX)):
         read = _read_safetensors if whole == SAFETENSORS else _read_torch
@@ -167,7 +183,7 @@ def _weights(directory: Path) -> dict[str, Stored]:
     raise CheckpointError(f"{directory} holds none of {', '.join(WEIGHT_FILES)}")
 
 
-def _indexed(index: Path, read: Any) -> dict[str, Stored]:
+def _indexed(index: Path, read: Any) -> dict[str, LazyTensor]:
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in files.values()
@@ -180,7 +196,7 @@ def _indexed(index: Path, read: Any) -> dict[str, Stored]:
     return {name: held[file][name] for name, file in files.items()}
 
 
-def _read_safetensors(path: Path) -> dict[str, Stored]:
+def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:
@@ -189,21 +205,167 @@ def _read_safetensors(path: Path) -> dict[str, Stored]:
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 
-    def stored(name: str) -> Stored:
+    def stored(name: str) -> LazyTensor:
         dtype = _DTYPES.get(slices[name].get_dtype(), torch.int64)
 
         def read() -> Tensor:
             return file.get_tensor(name)
 
-        return Stored(tuple(slices[name].get_shape()), dtype, read)
+        return LazyTensor(tuple(slices[name].get_shape()), dtype, read)
 
     return {name: stored(name) for name in slices}
 
 
-def _read_torch(path: Path) -> dict[str, Stored]:
+def _read_torch(path: Path) -> dict[str, LazyTensor]:
     content = read_torch_file(path)
     if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, Stored) for name, value in content.items()
+        isinstance(name, str) and isinstance(value, LazyTensor) for name, value in content.items()
     ):
         raise CheckpointError(f"{path} holds no dictionary of tensors")
     return content
+
+
+# -- out ------------------------------------------------------------------------------------------
+
+
+SHARD_BYTES = 2 << 30
+
+# Left out where the source does not say: both sides then have their own defaults.
+_OPTIONS = {
+    "embd_pdrop": "hidden_dropout_prob",
+    "resid_pdrop": "hidden_dropout_prob",
+    "attn_pdrop": "attention_probs_dropout_prob",
+    "initializer_range": "initializer_range",
+}
+
+
+def write_huggingface(
+    model: ForeignModel,
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    heads = model.shape.num_attention_heads
+    weights = {
+        their_name("huggingface", name): _turned(name, source, heads)
+        for name, source in model.stored.items()
+    }
+    _write_shards(directory, weights, shard_bytes)
+    end = tokenizer.eos_id if tokenizer else None
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    write_json(directory / CONFIG, _config(model) | ends)
+    write_json(directory / "generation_config.json", ends | {"pad_token_id": end})
+    if tokenizer is not None:
+        _write_tokenizer(directory, tokenizer, model.shape.max_position_embeddings)
+    (directory / "README.md").write_text(_card(model, tokenizer))
+
+
+def _turned(ours: str, source: LazyTensor, heads: int) -> LazyTensor:
+    row = ROWS[ours]
+    if row.rows_by_head:
+        source = blocks_from_heads(source, heads)
+    return transposed(source) if row.is_matrix else source
+
+
+def _write_shards(directory: Path, weights: dict[str, LazyTensor], shard_bytes: int) -> None:
+    shards = list(_shards(weights, shard_bytes))
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SAFETENSORS if len(shards) == 1 else file
+        tensors: dict[str, Tensor] = {name: weights[name].read().contiguous() for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        # safetensors makes files private; they should be as readable as their directory.
+        (directory / file).chmod(directory.stat().st_mode & 0o666)
+        files |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(source.nbytes for source in weights.values())
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        write_json(directory / SAFETENSORS_INDEX, index)
+
+
+def _shards(weights: dict[str, LazyTensor], shard_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    room = shard_bytes
+    for name, source in weights.items():
+        if names and source.nbytes > room:
+            yield names
+            names, room = [], shard_bytes
+        names.append(name)
+        room -= source.nbytes
+    yield names
+
+
+def _config(model: ForeignModel) -> dict[str, Any]:
+    sizes = model.shape
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": sizes.vocab_size,
+        "n_positions": sizes.max_position_embeddings,
+        "n_embd": sizes.hidden_size,
+        "n_layer": sizes.num_layers,
+        "n_head": sizes.num_attention_heads,
+        "n_inner": sizes.ffn_hidden_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
+        **{theirs: model.model[ours] for theirs, ours in _OPTIONS.items() if ours in model.model},
+    }
+
+
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, positions: int) -> None:
+    tokenizer.save(directory / "tokenizer.json")
+    # GPT-2 has no padding of its own; what stands behind the end is masked, whatever it is.
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
+    write_json(directory / "tokenizer_config.json", about | special)
+    write_json(directory / "special_tokens_map.json", special)
+    write_pair(directory, tokenizer)
+
+
+def _kind(tokenizer: Tokenizer) -> str:
+    if tokenizer.is_gpt2_like:
+        return "byte-level BPE"
+    return json.loads(tokenizer.to_json())["model"]["type"]
+
+
+def _card(model: ForeignModel, tokenizer: Tokenizer | None) -> str:
+    sizes = model.shape
+    words = (
+        f"{_kind(tokenizer)} of {tokenizer.vocab_size} tokens; documents end with `{END_OF_TEXT}`"
+        if tokenizer
+        else "none was given; add the one the model was trained with"
+    )
+    numbers = (
+        sizes.num_layers,
+        sizes.hidden_size,
+        sizes.num_attention_heads,
+        sizes.ffn_hidden_size,
+        sizes.max_position_embeddings,
+        sizes.vocab_size,
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2, fourfold]
+---
+
+# GPT with {count_parameters(sizes):,} parameters
+
+A GPT-2 architecture (pre-LayerNorm, learned positions, tanh GELU, tied head), converted by
+Fourfold from a `{model.kind}` checkpoint.
+
+| layers | width | heads | feed-forward | positions | vocabulary |
+| --- | --- | --- | --- | --- | --- |
+| {" | ".join(map(str, numbers))} |
+
+Tokenizer: {words}.
+
+    from transformers import pipeline
+    print(pipeline("text-generation", model="PATH")("Once")[0]["generated_text"])
+
+Training data, intended use and limits are known to whoever trained it; describe them here.
+"""

@@ -23,18 +23,21 @@ from typing import Any
 
 from fourfold.checkpoint.bounded import read_bounded
 from fourfold.convert.distributed_files import METADATA, DistributedFiles
-from fourfold.convert.files import find_tokenizer
-from fourfold.convert.foreign import (
+from fourfold.convert.imported import (
     ROWS,
     ForeignModel,
+    LazyTensor,
     assemble,
     check_tied,
     count_of,
+    find_tokenizer,
+    heads_from_blocks,
+    heads_from_triples,
+    joined,
     our_names,
     split_number,
 )
 from fourfold.convert.pickles import Record
-from fourfold.convert.stored import Stored, heads_from_blocks, heads_from_triples, joined
 from fourfold.convert.torch_files import Namespace, read_torch_file
 from fourfold.errors import CheckpointError
 
@@ -132,10 +135,10 @@ def _common(step: Path) -> dict[Any, Any]:
     return _content(file) if file.is_file() else {}
 
 
-def _of_all_layers(step: Path) -> dict[str, Stored]:
+def _of_all_layers(step: Path) -> dict[str, LazyTensor]:
     """The weights of a `torch_dist` directory by our names."""
     files = DistributedFiles(step)
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     for name in files.names:
         if _NO_WEIGHTS.match(name):
             continue
@@ -166,14 +169,14 @@ def _heads(step: Path, args: dict[Any, Any]) -> int:
 
 def _merge_ranks(
     step: Path, contents: dict[tuple[int, int], dict[Any, Any]], heads: int
-) -> dict[str, Stored]:
+) -> dict[str, LazyTensor]:
     """Every tensor by our name. Layers are numbered as data meets them: the first chunk of every
     stage in turn, then the second of every stage, and so on."""
     stages, width = (1 + max(key[axis] for key in contents) for axis in (0, 1))
     if heads % width:
         raise CheckpointError(f"{step}: {width} tensor ranks do not divide {heads} heads")
     version = contents[0, 0].get("checkpoint_version", 0)
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     before = 0
     for key in _chunk_keys(step, contents[0, 0]):
         for stage in range(stages):
@@ -256,23 +259,23 @@ def _chunk_keys(step: Path, content: dict[Any, Any]) -> list[str]:
     return sorted(keys, key=lambda key: int(key.removeprefix("model")))
 
 
-def _tensors(step: Path, content: dict[Any, Any], key: str, offset: int) -> dict[str, Stored]:
+def _tensors(step: Path, content: dict[Any, Any], key: str, offset: int) -> dict[str, LazyTensor]:
     """The tensors of one rank by our names, its layers counted from `offset`."""
-    flat: dict[str, Stored] = {}
+    flat: dict[str, LazyTensor] = {}
     _flatten(content.get(key), "", 0, flat)
     if not flat:
         raise CheckpointError(f"{step}: one of the ranks holds no {key}")
     return {_our_name(name, offset): tensor for name, tensor in flat.items()}
 
 
-def _flatten(value: Any, prefix: str, depth: int, flat: dict[str, Stored]) -> None:
+def _flatten(value: Any, prefix: str, depth: int, flat: dict[str, LazyTensor]) -> None:
     if not isinstance(value, dict) or depth > MAX_DEPTH or len(flat) > MAX_NAMES:
         raise CheckpointError(f"the model's dictionary is damaged below {prefix[:100]!r}")
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if name.endswith("_extra_state"):
             continue
-        if isinstance(inner, Stored):
+        if isinstance(inner, LazyTensor):
             flat[name] = inner
         else:
             _flatten(inner, f"{name}.", depth + 1, flat)
@@ -288,7 +291,7 @@ def _our_name(name: str, offset: int) -> str:
     return name if ours is None else ROWS[ours].of_layer(number + offset)
 
 
-def _in_our_order(piece: dict[str, Stored], name: str, version: Any, heads: int) -> Stored:
+def _in_our_order(piece: dict[str, LazyTensor], name: str, version: Any, heads: int) -> LazyTensor:
     if name not in piece:
         raise CheckpointError(f"{name} is not in the file of every tensor rank")
     by_head = name in ROWS and ROWS[name].rows_by_head
@@ -299,7 +302,7 @@ def _in_our_order(piece: dict[str, Stored], name: str, version: Any, heads: int)
     return (heads_from_blocks if version == 0 else heads_from_triples)(piece[name], heads)
 
 
-def _merged(name: str, pieces: list[Stored]) -> Stored:
+def _merged(name: str, pieces: list[LazyTensor]) -> LazyTensor:
     axis = split_dim(name)
     return pieces[0] if axis is None else joined(pieces, axis)
 

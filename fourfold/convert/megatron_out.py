@@ -27,8 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fourfold.convert.files import write_pair
-from fourfold.convert.foreign import ROWS, ForeignModel, split_number, their_name
+from fourfold.convert.imported import ROWS, ForeignModel, split_number, their_name, write_pair
 from fourfold.convert.megatron import FILES, OPTIONS, TRACKER
 from fourfold.convert.scratch import disk_tensor
 from fourfold.errors import CheckpointError

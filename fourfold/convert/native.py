@@ -19,10 +19,8 @@ import yaml
 
 from fourfold import __version__, checkpoint
 from fourfold.config import load_config
-from fourfold.convert.files import find_tokenizer
-from fourfold.convert.foreign import ForeignModel, assemble, count_of
+from fourfold.convert.imported import ForeignModel, LazyTensor, assemble, count_of, find_tokenizer
 from fourfold.convert.scratch import disk_tensor
-from fourfold.convert.stored import Stored
 from fourfold.errors import CheckpointError, UserError
 from fourfold.tokenizer import Tokenizer
 
@@ -41,7 +39,7 @@ def read_native(where: Path, closing: ExitStack) -> ForeignModel:
     opened = closing.enter_context(checkpoint.Verified(directory, PREFIX))
     section = _model_section(directory, opened.state)
     found = {
-        name.removeprefix(PREFIX): Stored(
+        name.removeprefix(PREFIX): LazyTensor(
             opened.shape(name), opened.dtype(name), partial(opened.read, name)
         )
         for name in opened.names

@@ -1,4 +1,4 @@
-"""What `torch.save` writes, read without `torch.load`: containers, and tensors as `Stored`.
+"""What `torch.save` writes, read without `torch.load`: containers, and tensors as `LazyTensor`.
 
 Two layouts: a zip archive with `data.pkl` and one uncompressed entry per storage (since torch
 1.6), and before that five pickles and the storages one after the other. Both are mapped; a tensor
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fourfold.convert.arrays import NUMPY, Inert
+from fourfold.convert.imported import LazyTensor
 from fourfold.convert.pickles import Constructor, Globals, Machine, Record, only
-from fourfold.convert.stored import Stored
 from fourfold.errors import CheckpointError
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -98,7 +98,7 @@ def bind(storage: Storage, data: memoryview) -> None:
     storage.data = data
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> LazyTensor:
     """`torch._utils._rebuild_tensor_v2`, with everything checked that it takes on trust."""
     numbers = (offset, *size, *stride)
     if (
@@ -121,7 +121,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Store
         copied = bytearray(storage.data[offset * width : (offset + extent) * width])
         return torch.frombuffer(copied, dtype=storage.dtype).as_strided(size, stride).contiguous()
 
-    return Stored(tuple(size), storage.dtype, read)
+    return LazyTensor(tuple(size), storage.dtype, read)
 
 
 def _ordered(*pairs: Any) -> dict[Any, Any]:
@@ -161,7 +161,7 @@ def torch_names(name: str) -> Any:
 
 
 def read_torch_file(path: Path, names: Globals = torch_names) -> Any:
-    """The object in a file of `torch.save`: dicts, lists, values, `Namespace` and `Stored`."""
+    """The object in a file of `torch.save`: dicts, lists, values, `Namespace` and `LazyTensor`."""
     return read_torch_bytes(map_file(path), path, names)
 
 

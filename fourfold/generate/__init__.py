@@ -8,12 +8,11 @@ for sequences that come and go (a server), `beam_search`, and `Decoder`, the net
 Lengths count new tokens. Prompt and continuation together must fit into the model's positions.
 """
 
-from fourfold.generate.batch import Continuation, complete, generate
 from fourfold.generate.beam import beam_search
+from fourfold.generate.completion import Continuation, TextStream, complete, generate
 from fourfold.generate.decoder import Decoder, Network
-from fourfold.generate.options import Options
+from fourfold.generate.sampling import Options
 from fourfold.generate.session import Session, Token
-from fourfold.generate.text import TextStream
 
 __all__ = [
     "Continuation",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fourfold.generate.decoder import Network
-from fourfold.generate.options import Options
+from fourfold.generate.sampling import Options
 from fourfold.generate.session import check_finite, check_prompt, process
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from fourfold.errors import UserError
 from fourfold.generate import sampling
 from fourfold.generate.decoder import Network
-from fourfold.generate.options import Options
+from fourfold.generate.sampling import Options
 
 # Prompts read in one go: more would make the running sequences wait too long for their next token.
 PROMPT_TOKENS_AT_ONCE = 1024

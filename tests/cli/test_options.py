@@ -26,7 +26,7 @@ from tiny_text_run import make_run, sentences
 
 from fourfold import serve
 from fourfold.cli import app, main
-from fourfold.cli.planning import MODES, PLANNED
+from fourfold.cli.plan import MODES, PLANNED
 from fourfold.cli.quickstart import make_data
 from fourfold.config import Config, load_config
 from fourfold.engine import Engine

@@ -30,7 +30,7 @@ from foreign_files import (
 from peers import in_peers, needs_peers
 
 from fourfold.convert import convert, load_foreign
-from fourfold.convert.pdparams import read_pdparams
+from fourfold.convert.fleetx import read_pdparams
 from fourfold.errors import CheckpointError
 from fourfold.model import GPT
 

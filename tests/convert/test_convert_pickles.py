@@ -17,8 +17,8 @@ import torch
 from foreign_files import FLEETX_TINY, attack, megatron_tree, weights
 
 from fourfold.convert import load_foreign, pickles
-from fourfold.convert.pdparams import read_pdparams
-from fourfold.convert.stored import Stored
+from fourfold.convert.fleetx import read_pdparams
+from fourfold.convert.imported import LazyTensor
 from fourfold.convert.torch_files import read_torch_file
 from fourfold.errors import CheckpointError
 
@@ -173,7 +173,7 @@ def read_paddle(path: Path) -> None:
 def read_torch(path: Path) -> None:
     content = read_torch_file(path)
     for stored in content.values() if isinstance(content, dict) else ():
-        if isinstance(stored, Stored):
+        if isinstance(stored, LazyTensor):
             assert stored.nbytes <= path.stat().st_size
             stored.read()
 

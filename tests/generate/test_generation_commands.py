@@ -16,9 +16,9 @@ from tiny_text_run import TextRun, make_run, sentences
 from typer.testing import CliRunner
 
 from fourfold.cli import app
-from fourfold.cli.generation import write
+from fourfold.cli.generate import write
 from fourfold.errors import CheckpointError, DataError, UserError
-from fourfold.generate.module import GenerationModule
+from fourfold.generate.loading import GenerationModule
 from fourfold.tokenizer import train
 
 NO_TOKENIZER = ["-o", "Global.tokenizer=null"]

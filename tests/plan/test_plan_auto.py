@@ -16,7 +16,7 @@ import yaml
 from tiny_run import FIXTURE, TINY
 
 from fourfold.cli import main
-from fourfold.cli.training import Run
+from fourfold.cli.train import Run
 from fourfold.config import Config
 from fourfold.config.auto_constraints import is_auto_requested
 from fourfold.errors import ConfigError, UserError

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from fourfold.cli import app
-from fourfold.cli.planning import _parse_fix, _parse_tokens
+from fourfold.cli.plan import _parse_fix, _parse_tokens
 from fourfold.config import load_config
 from fourfold.config.auto_constraints import read_constraints
 from fourfold.errors import ConfigError, UserError

@@ -46,7 +46,8 @@ def plan(
         typer.Option(help="16x8xA100-80G (nodes x devices x device), or a cluster.yaml."),
     ] = None,
     fix: Annotated[
-        str | None, typer.Option(metavar="mp=8,pp=8", help="Consider only layouts with these.")
+        str | None,
+        typer.Option(metavar="mp=8,pp=8", help="Consider only layouts with these degrees."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     tokens: Annotated[
@@ -80,14 +81,15 @@ def plan(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Build a rank of the file's layout on no device and count."),
+        typer.Option(
+            "--dry-run",
+            help="Build one rank of the file's layout without memory and count what it holds.",
+        ),
     ] = False,
     rank: Annotated[int, typer.Option(min=0, help="With --dry-run: which rank.")] = 0,
     world: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="With --dry-run: of how many ranks; by default what the file needs."
-        ),
+        typer.Option(min=1, help="With --dry-run: number of ranks [what the file needs]."),
     ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Predict published runs and show the errors.")

@@ -1,4 +1,8 @@
-"""Prompts in, continuations out: ids with `generate`, texts with `complete`."""
+"""Text completion: prompts in, continuations out; ids with `generate`, texts with `complete`.
+
+`TextStream` turns ids into text while they arrive: no half characters, and nothing behind a stop
+string.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,8 @@ from dataclasses import dataclass, field
 from fourfold.errors import UserError
 from fourfold.generate.beam import Beam, beam_search
 from fourfold.generate.decoder import Network
-from fourfold.generate.options import Options
+from fourfold.generate.sampling import Options
 from fourfold.generate.session import Session, Token, check_prompt
-from fourfold.generate.text import TextStream, check_stop
 from fourfold.tokenizer import Tokenizer
 
 # Sequences run at once; more wait. A bound on the memory of the cache.
@@ -142,3 +145,72 @@ def complete(
             known = texts.get((prompt, number))
             result.text = tokenizer.decode(result.ids) if known is None else known
     return results
+
+
+# -- text while it arrives ------------------------------------------------------------------------
+
+
+HALF_CHARACTER = "\ufffd"
+# Decoding starts this many ids before the new ones, for tokenizers that look at their neighbours.
+CONTEXT = 4
+
+
+class TextStream:
+    """`feed` gives the text an id adds; what may yet change is held back until it cannot.
+
+    Held back are the bytes of an unfinished character, and an end that may become a stop string.
+    A stop string and all behind it are never given out; `stopped` is true from then on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        check_stop(stop)
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._decoded = 0  # how many ids are in `_held` or given out
+        self._held = ""
+
+    def feed(self, token_id: int) -> str:
+        if self.stopped:
+            return ""
+        self._ids.append(token_id)
+        new = self._new_text()
+        if new.endswith(HALF_CHARACTER):
+            return ""
+        self._decoded = len(self._ids)
+        return self._give(new, final=False)
+
+    def flush(self) -> str:
+        """What was held back, once no id will follow."""
+        if self.stopped:
+            return ""
+        new = self._new_text()
+        self._decoded = len(self._ids)
+        return self._give(new, final=True)
+
+    def _new_text(self) -> str:
+        start = max(0, self._decoded - CONTEXT)
+        before = self._tokenizer.decode(self._ids[start : self._decoded])
+        return self._tokenizer.decode(self._ids[start:])[len(before) :]
+
+    def _give(self, new: str, final: bool) -> str:
+        text = self._held + new
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return text[: min(places)]
+        kept = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that is the beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    if "" in stop:
+        raise UserError("an empty stop string would end every text before it begins; leave it out")

@@ -35,7 +35,7 @@ from fourfold.parallel import Runner, parallelize
 from fourfold.tokenizer import Tokenizer
 
 
-class SpreadDecoder(Decoder):
+class DistributedDecoder(Decoder):
     """A decoder over the parts of a model on this rank."""
 
     def __init__(self, runner: Runner) -> None:
@@ -68,7 +68,9 @@ class SpreadDecoder(Decoder):
         return message.tolist()
 
 
-def load_spread(config: Config, mesh: Mesh, on_notice: Notice) -> tuple[Runner, Tokenizer, Path]:
+def load_distributed(
+    config: Config, mesh: Mesh, on_notice: Notice
+) -> tuple[Runner, Tokenizer, Path]:
     """The model of `Engine.save_load.ckpt_dir` on all ranks of the mesh, and its tokenizer."""
     section = config.Engine.save_load
     where = checkpoint.named(section.ckpt_dir or "latest", Path(section.output_dir))

@@ -9,12 +9,19 @@
 
 What the tensors themselves say (layers, widths, vocabulary) is measured, never believed from a
 description; a description that says otherwise is an error.
+
+A `LazyTensor` is a tensor in somebody's file, with its shape known and its numbers not yet read.
+Functions here turn, join and reorder lazy tensors into other lazy tensors. Nothing is read until
+`read()`, which reads one tensor; so a model is checked before its first number is touched, and
+converted in the memory of its largest tensor.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +30,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fourfold.convert.stored import Stored, cast, first_rows
+from fourfold.checkpoint.bounded import read_bounded
 from fourfold.errors import CheckpointError
 from fourfold.model.params import ModelShape, gpt_parameters
+from fourfold.tokenizer import END_OF_TEXT, Tokenizer
 
 Kind = Literal["fourfold", "hf", "fleetx", "megatron"]
 
@@ -40,7 +48,7 @@ class ForeignModel:
     kind: Kind
     path: Path
     model: dict[str, int | float]
-    stored: dict[str, Stored]
+    stored: dict[str, LazyTensor]
     tokenizer: Path | None = None
     made_with: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -128,7 +136,7 @@ def our_names(*programs: str) -> dict[str, str]:
 def assemble(
     kind: Kind,
     path: Path,
-    found: dict[str, Stored],
+    found: dict[str, LazyTensor],
     heads: int,
     declared: dict[str, int],
     **rest: Any,
@@ -159,7 +167,7 @@ def assemble(
     )
 
 
-def _measure(path: Path, found: dict[str, Stored]) -> dict[str, int]:
+def _measure(path: Path, found: dict[str, LazyTensor]) -> dict[str, int]:
     def size(name: str, axis: int) -> int:
         source = found.get(name)
         if source is None or len(source.shape) != 2:
@@ -182,7 +190,7 @@ def _measure(path: Path, found: dict[str, Stored]) -> dict[str, int]:
     }
 
 
-def _check(path: Path, found: dict[str, Stored], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check(path: Path, found: dict[str, LazyTensor], shapes: dict[str, tuple[int, ...]]) -> None:
     missing = [name for name in shapes if name not in found]
     unexpected = [name for name in found if name not in shapes]
     different = [
@@ -206,7 +214,7 @@ def _check(path: Path, found: dict[str, Stored], shapes: dict[str, tuple[int, ..
         )
 
 
-def check_tied(path: Path, head: str, copy: Stored, word: Stored | None) -> None:
+def check_tied(path: Path, head: str, copy: LazyTensor, word: LazyTensor | None) -> None:
     """Raise unless a stored output head is the token embedding once more."""
     if word is not None and copy.shape == word.shape and torch.equal(copy.read(), word.read()):
         return
@@ -221,3 +229,153 @@ def count_of(path: Path, what: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
         return value
     raise CheckpointError(f"{path}: {what} is no sensible number; the file is damaged")
+
+
+# -- lazy tensors ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def transposed(source: LazyTensor) -> LazyTensor:
+    """(in, out) to (out, in), or back."""
+    return LazyTensor(source.shape[::-1], source.dtype, lambda: source.read().mT.contiguous())
+
+
+def reshaped(source: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    if math.prod(shape) != math.prod(source.shape):
+        raise CheckpointError(f"{list(source.shape)} cannot be seen as {list(shape)}")
+    return LazyTensor(shape, source.dtype, lambda: source.read().reshape(shape))
+
+
+def joined(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """The parts one after the other along `dim`; what one alone is stays as it is."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts:
+        around = [(*s.shape[:dim], *s.shape[dim + 1 :]) for s in (first, part)]
+        if dim >= len(part.shape) or around[0] != around[1] or part.dtype != first.dtype:
+            raise CheckpointError(f"pieces of one tensor do not fit: {first} and {part}")
+    length = sum(part.shape[dim] for part in parts)
+    shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
+    return LazyTensor(shape, first.dtype, lambda: torch.cat([part.read() for part in parts], dim))
+
+
+def first_rows(source: LazyTensor, count: int) -> LazyTensor:
+    shape = (count, *source.shape[1:])
+    return LazyTensor(shape, source.dtype, lambda: source.read()[:count].contiguous())
+
+
+def cast(source: LazyTensor, dtype: torch.dtype, name: str) -> LazyTensor:
+    def read() -> Tensor:
+        before = source.read()
+        after = before.to(dtype)
+        if not after.isfinite().all() and before.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds {before.abs().max():.3g}, which is beyond the range of "
+                f"{str(dtype).removeprefix('torch.')}; choose bfloat16 or float32"
+            )
+        return after
+
+    return LazyTensor(source.shape, dtype, read)
+
+
+def regrouped(
+    source: LazyTensor, parts: tuple[int, int, int], order: tuple[int, int, int]
+) -> LazyTensor:
+    """The rows, seen as a block of `parts`, with the axes of that block put in `order`."""
+    if not source.shape or math.prod(parts) != source.shape[0]:
+        raise CheckpointError(
+            f"{source} has no rows for {' x '.join(map(str, parts))} parts of attention heads"
+        )
+
+    def read() -> Tensor:
+        rest = source.shape[1:]
+        axes = (*order, *range(3, 3 + len(rest)))
+        return source.read().reshape(*parts, *rest).permute(axes).reshape(source.shape)
+
+    return LazyTensor(source.shape, source.dtype, read)
+
+
+def _head_size(source: LazyTensor, heads: int) -> int:
+    return source.shape[0] // (3 * heads) if source.shape else 0
+
+
+def heads_from_blocks(source: LazyTensor, heads: int) -> LazyTensor:
+    """Rows [all q | all k | all v] to ours, [q_j, k_j, v_j] for each head j."""
+    return regrouped(source, (3, heads, _head_size(source, heads)), (1, 0, 2))
+
+
+def blocks_from_heads(source: LazyTensor, heads: int) -> LazyTensor:
+    """Ours to [all q | all k | all v]."""
+    return regrouped(source, (heads, 3, _head_size(source, heads)), (1, 0, 2))
+
+
+def heads_from_triples(source: LazyTensor, heads: int) -> LazyTensor:
+    """Rows of single (q, k, v) triples within each head to ours."""
+    return regrouped(source, (heads, _head_size(source, heads), 3), (0, 2, 1))
+
+
+def queries_scaled(source: LazyTensor, heads: int, factor: float) -> LazyTensor:
+    """Ours, with every query times `factor`."""
+
+    def read() -> Tensor:
+        rows = source.read().clone()
+        rows.view(heads, 3, -1)[:, 0] *= factor
+        return rows
+
+    return LazyTensor(source.shape, source.dtype, read)
+
+
+# -- small files: descriptions and tokenizers -----------------------------------------------------
+
+
+MAX_JSON_BYTES = 32 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_bounded(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+    return content
+
+
+def find_tokenizer(*directories: Path) -> Path | None:
+    """The first of these directories that holds a tokenizer's files."""
+    for directory in directories:
+        pair = directory / "vocab.json", directory / "merges.txt"
+        if (directory / "tokenizer.json").is_file() or all(file.is_file() for file in pair):
+            return directory
+    return None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_pair(directory: Path, tokenizer: Tokenizer) -> tuple[Path, Path] | None:
+    """`vocab.json` and `merges.txt`, if these two alone are the tokenizer, as they are GPT-2's."""
+    if not tokenizer.is_gpt2_like:
+        return None
+    bpe = json.loads(tokenizer.to_json())["model"]
+    vocab, merges = directory / "vocab.json", directory / "merges.txt"
+    write_json(vocab, bpe["vocab"] | {END_OF_TEXT: tokenizer.eos_id})
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
+    merges.write_text("\n".join(["#version: 0.2", *pairs, ""]), encoding="utf-8")
+    return vocab, merges

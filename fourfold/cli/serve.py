@@ -28,12 +28,17 @@ def serve(
             help="File with the token clients must send; else FOURFOLD_TOKEN of the environment."
         ),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Texts written at once; others wait.")] = 8,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Number of sequences generated at once; others wait.")
+    ] = 8,
     queue: Annotated[
-        int, typer.Option(min=0, help="Texts that may wait; beyond, requests are refused.")
+        int,
+        typer.Option(
+            min=0, help="Number of sequences that may wait; beyond that, requests are refused."
+        ),
     ] = 128,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds a request may take in all.")
+        float, typer.Option(min=1, help="Total seconds a request may take.")
     ] = 300.0,
     access_log: Annotated[
         bool, typer.Option(help="Write a line for each request to standard error, without texts.")

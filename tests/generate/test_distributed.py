@@ -15,8 +15,8 @@ from tiny_text_run import TextRun, make_run
 from fourfold.config import load_config
 from fourfold.convert import convert
 from fourfold.generate import Decoder
-from fourfold.generate.module import GenerationModule
-from fourfold.generate.spread import SpreadDecoder
+from fourfold.generate.distributed import DistributedDecoder
+from fourfold.generate.loading import GenerationModule
 from fourfold.mesh import connect, select_device
 from fourfold.parallel import layout_of
 
@@ -144,7 +144,7 @@ def test_narrower_weights_are_spread_too(layout: str, weights: str, run: TextRun
 
 
 def dtypes_of(decoder: Decoder) -> set[str]:
-    if not isinstance(decoder, SpreadDecoder):
+    if not isinstance(decoder, DistributedDecoder):
         return set()
     runner = decoder.runner
     assert all(runner.masters[name] is one for name, one in runner.parameters.items())

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at, check and merge checkpoints.", no_args_is_help=True)
 
-PinnedDirectory = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
+CheckpointPath = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
 
 LARGEST_SHOWN = 5
 PARAMETERS = "model."
 
 
 @app.command()
-def inspect(place: PinnedDirectory) -> None:
+def inspect(place: CheckpointPath) -> None:
     """Show what a checkpoint holds, or which checkpoints an output directory has."""
     from fourfold.checkpoint.directory import named_by_user
 
@@ -35,7 +35,7 @@ def inspect(place: PinnedDirectory) -> None:
 
 
 @app.command()
-def verify(place: PinnedDirectory) -> None:
+def verify(place: CheckpointPath) -> None:
     """Check every byte of a checkpoint, or of all in a directory; exit code 2 if any is wrong."""
     from fourfold import checkpoint
     from fourfold.checkpoint.directory import named_by_user
@@ -64,7 +64,8 @@ def merge(
     source: Annotated[Path, typer.Argument(help="A step_N, or an output directory: its newest.")],
     target: Annotated[Path, typer.Argument(help="The new directory to write.")],
     prefix: Annotated[
-        str, typer.Option(help='Only tensors with names that begin so; "model." for the weights.')
+        str,
+        typer.Option(help='Only tensors whose names start with this; "model." for the weights.'),
     ] = "",
 ) -> None:
     """Write a checkpoint again with every tensor whole, whatever layout had cut it."""

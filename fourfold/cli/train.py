@@ -29,9 +29,7 @@ Restarts = Annotated[
 ]
 HangSeconds = Annotated[
     float | None,
-    typer.Option(
-        help="With --nproc: seconds without a sign of life from any process that make a hang."
-    ),
+    typer.Option(help="With --nproc: abort if no process makes progress for this many seconds."),
 ]
 NumNodes = Annotated[
     int | None, typer.Option(min=1, help="Number of machines; runs torchrun on this one.")
