@@ -19,8 +19,7 @@ import numpy as np
 from fourfold.config import load_config
 from fourfold.plan import parse_cluster, plan
 from fourfold.plan.coefficients import load_coefficients, save_coefficients
-from fourfold.plan.evidence import Evidence, fit_published
-from fourfold.plan.published import published_runs
+from fourfold.plan.published import Evidence, fit_published, published_runs
 from fourfold.plan.selftest import self_test_lines
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "gpt"

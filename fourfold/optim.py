@@ -85,7 +85,7 @@ class LossScale:
 
 
 @dataclass
-class Group:
+class ParamGroup:
     """Parameters that share a weight decay, with Adam's state of each."""
 
     parameters: list[torch.nn.Parameter]
@@ -95,7 +95,7 @@ class Group:
     steps: list[Tensor]
 
     @classmethod
-    def of(cls, parameters: list[torch.nn.Parameter], weight_decay: float) -> Group:
+    def of(cls, parameters: list[torch.nn.Parameter], weight_decay: float) -> ParamGroup:
         """The moments exist from the start, so that loading has somewhere to put them."""
         held = [local(p.data) for p in parameters]
         return cls(
@@ -142,7 +142,7 @@ class Optimizer:
         spared = [p for name, p in parameters.items() if name not in decayed]
         if tensor_fusion:
             decays, spared = [_flatten(decays)], [_flatten(spared)]
-        self.groups = [Group.of(decays, weight_decay), Group.of(spared, 0.0)]
+        self.groups = [ParamGroup.of(decays, weight_decay), ParamGroup.of(spared, 0.0)]
 
     @torch.no_grad()
     def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:

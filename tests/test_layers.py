@@ -60,3 +60,60 @@ def test_training_imports_no_tools() -> None:
     for file in FILES:
         if part_of(file) not in doors:
             assert "tools" not in imported_parts(file), file
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+# What nothing imports is a way in: a command, a script of an example, a class that others load.
+WAYS_IN = {"evaluate/harness.py", "flags/megatron.py", "flags/paddlenlp.py"}
+MOST_LINES, FEWEST_LINES = 640, 85
+
+
+def importers() -> dict[Path, set[Path]]:
+    """By whom each file of the package is imported, at module level or delayed."""
+    by_name = {_module(file): file for file in FILES}
+    found: dict[Path, set[Path]] = {file: set() for file in FILES}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                if name in by_name and by_name[name] != file:
+                    found[by_name[name]].add(file)
+    return found
+
+
+def _module(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def test_every_file_is_imported_or_a_way_in() -> None:
+    alone = {
+        str(file.relative_to(PACKAGE))
+        for file, users in importers().items()
+        if not users and not file.name.startswith("__")
+    }
+    assert alone == WAYS_IN
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+def test_a_file_is_a_whole_idea() -> None:
+    """Neither a closet, unless several others need it or it is a command, nor a hall."""
+    users = importers()
+    for file in FILES:
+        lines = len(file.read_text().splitlines())
+        assert lines <= MOST_LINES, file
+        if not file.name.startswith("__") and part_of(file) != "cli" and lines < FEWEST_LINES:
+            assert len(users[file]) >= 3, f"{file}: {lines} lines; join it with its neighbour"

@@ -215,7 +215,7 @@ def _read_root(directory: Path) -> Root | None:
     return _parse_root(data, path) if _version_of(data, path) == VERSION else None
 
 
-class Head(NamedTuple):
+class ManifestHead(NamedTuple):
     """The little that lists checkpoints and orders them."""
 
     version: int
@@ -223,15 +223,15 @@ class Head(NamedTuple):
     serial: int
 
 
-def read_head(directory: Path) -> Head:
+def read_head(directory: Path) -> ManifestHead:
     """What can be known of a checkpoint at once, however many ranks wrote it."""
     path = directory / MANIFEST
     if old := legacy_head(read_bounded(path, LEGACY_HEAD_BYTES, beginning=True)):
-        return Head(*old)
+        return ManifestHead(*old)
     root = _read_root(directory)
     if root is None:
         manifest = read_manifest(directory)
-        return Head(manifest.version, manifest.step, manifest.serial)
+        return ManifestHead(manifest.version, manifest.step, manifest.serial)
     for group, record in root.groups.items():
         index = directory / index_name(group)
         try:
@@ -240,7 +240,7 @@ def read_head(directory: Path) -> Head:
             raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
         if size != record.bytes:
             raise CheckpointError(f"{index} has {size} bytes and should have {record.bytes}")
-    return Head(root.version, root.step, root.serial)
+    return ManifestHead(root.version, root.step, root.serial)
 
 
 def state_record(directory: Path) -> tuple[FileRecord, HashName]:

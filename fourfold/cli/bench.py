@@ -53,7 +53,7 @@ def bench(
         settings = [*(override or []), *_settings(iterations, directory)]
         log = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with log:
-            run = train.Run(config, settings, auto=False, cluster=None)
+            run = train.TrainRun(config, settings, auto=False, cluster=None)
             code, resolved, world_size = _run(run, nproc)
         if code == FAILED:
             leaving.pop_all()  # the logs in it were just named
@@ -92,7 +92,7 @@ def _settings(iterations: int, directory: Path) -> list[str]:
     ]
 
 
-def _run(run: train.Run, nproc: int | None) -> tuple[int, Config, int]:
+def _run(run: train.TrainRun, nproc: int | None) -> tuple[int, Config, int]:
     """The exit code, what was run, and in how many processes."""
     if nproc is not None:
         from fourfold.launch.launchers import refuse_inside_launcher

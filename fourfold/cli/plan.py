@@ -132,7 +132,7 @@ def plan(
         draw(made, top, plot)
         print(f"drawn: {plot}", file=sys.stderr)
     if explain is not None:
-        from fourfold.plan.derivation import explain as derivation
+        from fourfold.plan.report import explain as derivation
 
         for line in derivation(made, _pick(made, explain), economics):
             print(line)
@@ -220,7 +220,7 @@ def _self_test(rows: Path | None) -> None:
 
 def _dry_run(config: Path, override: list[str], rank: int, world: int | None) -> None:
     from fourfold.config import load_config
-    from fourfold.plan.dryrun import dry_run_lines
+    from fourfold.plan.dry_run import dry_run_lines
 
     resolved = load_config(config, override, world)
     for notice in resolved.notices:
@@ -307,7 +307,7 @@ def _pick(plan: Plan, text: str) -> Candidate:
 
 
 def _say_impossible(plan: Plan) -> None:
-    from fourfold.plan.advice import impossible
+    from fourfold.plan.suggestions import impossible
 
     raise UserError("\n".join(impossible(plan)))
 

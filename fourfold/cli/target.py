@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MET, MISSED, UNKNOWN = 0, 1, 2
 
 
-class Preset(StrEnum):
+class TargetPreset(StrEnum):
     gpt3_175b = "gpt3-175b"
 
 
@@ -37,7 +37,7 @@ def target(
     tgs: Annotated[
         float | None, typer.Option(help="Median tokens per device per second, at least this.")
     ] = None,
-    preset: Annotated[Preset | None, typer.Option(help="A published target.")] = None,
+    preset: Annotated[TargetPreset | None, typer.Option(help="A published target.")] = None,
 ) -> None:
     """Say whether a run met a target: exit code 0 if so, 1 if not, 2 if the log cannot tell."""
     from fourfold.metrics.targets import NOTES, PRESETS, RunTarget, check_target, log_file, read_log

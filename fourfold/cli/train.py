@@ -68,7 +68,7 @@ def train(
     """
     answer_with_stacks()
     _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
-    run = Run(config, override or [], auto, cluster)
+    run = TrainRun(config, override or [], auto, cluster)
     if nnodes is not None:
         assert nproc is not None and node_rank is not None and master is not None
         _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
@@ -86,7 +86,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainRun:
     """What the user said about a run."""
 
     file: Path
@@ -198,7 +198,7 @@ def _saved_step(output_dir: Path) -> int | None:
 
 
 def _train_on_nodes(
-    run: Run,
+    run: TrainRun,
     nproc: int,
     max_restarts: int,
     nodes: tuple[int, int, str],

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fourfold.convert.arrays import Inert
 from fourfold.convert.imported import LazyTensor
-from fourfold.convert.pickles import Constructor, Machine, Record, only
+from fourfold.convert.pickles import Constructor, PickleMachine, Record, only
 from fourfold.convert.torch_files import MAX_DIMENSIONS, map_file, read_torch_bytes
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box, tiling_problem
@@ -72,7 +72,7 @@ def _names(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StoredCut:
     """One rectangle of a tensor and the bytes of a file that hold it."""
 
     box: Box
@@ -87,7 +87,7 @@ class Described:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cuts: list[Cut]
+    cuts: list[StoredCut]
 
 
 class DistributedFiles:
@@ -96,7 +96,7 @@ class DistributedFiles:
     def __init__(self, directory: Path) -> None:
         self.directory, self.path = directory, directory / METADATA
         self._maps: dict[str, memoryview] = {}
-        machine = Machine(map_file(self.path), self.path, _names, max_steps=MAX_STEPS)
+        machine = PickleMachine(map_file(self.path), self.path, _names, max_steps=MAX_STEPS)
         metadata = machine.load()
         if not isinstance(metadata, Values):
             raise self._damaged("it describes no checkpoint")
@@ -145,7 +145,7 @@ class DistributedFiles:
             raise self._damaged(f"the pieces of {name[:100]} do not fit: {problem}")
         return Described(shape, dtype.dtype, cuts)
 
-    def _cut(self, name: str, chunk: Any) -> Cut:
+    def _cut(self, name: str, chunk: Any) -> StoredCut:
         chunk = chunk if isinstance(chunk, Values) else Values()
         offsets, sizes = _numbers(chunk.get("offsets")), _numbers(chunk.get("sizes"))
         if offsets is None or sizes is None or len(offsets) != len(sizes):
@@ -161,9 +161,9 @@ class DistributedFiles:
         )
         if not isinstance(file, str) or Path(file).name != file or where is None:
             raise self._damaged(f"the piece of {name[:100]} at {offsets} lies nowhere sensible")
-        return Cut(Box(offsets, sizes), file, *where)
+        return StoredCut(Box(offsets, sizes), file, *where)
 
-    def _part(self, name: str, about: Described, cut: Cut) -> LazyTensor:
+    def _part(self, name: str, about: Described, cut: StoredCut) -> LazyTensor:
         file = self.directory / cut.file
         if cut.file not in self._maps:
             self._maps[cut.file] = map_file(file)

@@ -38,7 +38,7 @@ from fourfold.convert.imported import (
     their_name,
     transposed,
 )
-from fourfold.convert.pickles import Constructor, Machine, only
+from fourfold.convert.pickles import Constructor, PickleMachine, only
 from fourfold.convert.torch_files import map_file
 from fourfold.errors import CheckpointError
 
@@ -265,7 +265,7 @@ _PADDLE = NUMPY | {
 
 def read_pdparams(path: Path) -> dict[str, LazyTensor]:
     """Every array of a `.pdparams` file by its name there."""
-    content = Machine(map_file(path), path, only(_PADDLE)).load()
+    content = PickleMachine(map_file(path), path, only(_PADDLE)).load()
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no dictionary of weights")
     try:

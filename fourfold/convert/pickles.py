@@ -68,7 +68,7 @@ _PUTS = {b"q": "<B", b"r": "<I"}
 _GETS = {b"h": "<B", b"j": "<I"}
 
 
-class Machine:
+class PickleMachine:
     """Runs one pickle; `position` is then behind it, where another may begin."""
 
     def __init__(
@@ -234,29 +234,29 @@ class Machine:
         self.stack.append(self.persistent(name))
 
 
-_STEPS: dict[bytes, Callable[[Machine], Any]] = {
-    b"(": Machine._mark,
+_STEPS: dict[bytes, Callable[[PickleMachine], Any]] = {
+    b"(": PickleMachine._mark,
     b"0": lambda self: self._popped(1),
-    b"1": Machine._since_mark,
+    b"1": PickleMachine._since_mark,
     b"2": lambda self: self.stack.append(self.stack[-1]),
     b"t": lambda self: self.stack.append(self._since_mark()),
     b"l": lambda self: self.stack.append(list(self._since_mark())),
-    b"d": Machine._dict,
+    b"d": PickleMachine._dict,
     b"a": lambda self: self._append(self._popped(1)),
     b"e": lambda self: self._append(self._since_mark()),
     b"\x90": lambda self: self._append(self._since_mark()),
     b"\x91": lambda self: self.stack.append(list(self._since_mark())),
     b"s": lambda self: self._set(self._popped(2)),
     b"u": lambda self: self._set(self._since_mark()),
-    b"c": Machine._global,
-    b"\x93": Machine._stack_global,
-    b"R": Machine._call,
-    b"\x81": Machine._call,
-    b"b": Machine._build,
-    b"Q": Machine._persistent,
-    b"\x94": Machine._memoize,
-    b"\x95": Machine._frame,
-    b"\x80": Machine._protocol,
+    b"c": PickleMachine._global,
+    b"\x93": PickleMachine._stack_global,
+    b"R": PickleMachine._call,
+    b"\x81": PickleMachine._call,
+    b"b": PickleMachine._build,
+    b"Q": PickleMachine._persistent,
+    b"\x94": PickleMachine._memoize,
+    b"\x95": PickleMachine._frame,
+    b"\x80": PickleMachine._protocol,
 }
 
 

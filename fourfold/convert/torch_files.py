@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fourfold.convert.arrays import NUMPY, Inert
 from fourfold.convert.imported import LazyTensor
-from fourfold.convert.pickles import Constructor, Globals, Machine, Record, only
+from fourfold.convert.pickles import Constructor, Globals, PickleMachine, Record, only
 from fourfold.errors import CheckpointError
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -207,7 +207,7 @@ def _read_zip(path: Path, data: memoryview, names: Globals) -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}") from None
     storages = Storages(lambda key: content(f"data/{key}"))
-    return Machine(program, path, names, storages.find).load()
+    return PickleMachine(program, path, names, storages.find).load()
 
 
 class _Window(io.RawIOBase):
@@ -265,7 +265,7 @@ def _content(data: memoryview, info: zipfile.ZipInfo) -> memoryview:
 def _read_legacy(path: Path, data: memoryview, names: Globals) -> Any:
     storages, position, found = Storages(place=None), 0, []
     for _ in range(5):
-        machine = Machine(data, path, names, storages.find, position)
+        machine = PickleMachine(data, path, names, storages.find, position)
         found.append(machine.load())
         position = machine.position
         if found[0] != LEGACY_MAGIC:

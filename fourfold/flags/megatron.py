@@ -113,7 +113,7 @@ def notices(given: Given) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyFlags:
     """What the tokenizer flags name."""
 
     size: int
@@ -121,10 +121,10 @@ class Vocabulary:
     eos_id: int | None = None
 
 
-def read_vocabulary(given: Given, directory: Path) -> Vocabulary:
+def read_vocabulary(given: Given, directory: Path) -> VocabularyFlags:
     """The tokenizer's size; its one-file form is kept in the run's directory for later use."""
     if given["--tokenizer-type"] == "NullTokenizer":
-        return Vocabulary(given["--vocab-size"] + 1, eos_id=given["--vocab-size"])
+        return VocabularyFlags(given["--vocab-size"] + 1, eos_id=given["--vocab-size"])
     from fourfold.tokenizer import Tokenizer
 
     tokenizer, file = Tokenizer.load(tokenizer_place(given)), directory / "tokenizer.json"
@@ -133,14 +133,14 @@ def read_vocabulary(given: Given, directory: Path) -> Vocabulary:
         # Many processes, on several machines, may be writing here at once.
         with TemporaryDirectory(dir=directory, prefix=".tokenizer-") as own:
             tokenizer.save(own).replace(file)
-        return Vocabulary(tokenizer.vocab_size, file)
+        return VocabularyFlags(tokenizer.vocab_size, file)
     except OSError as error:
         raise UserError(
             f"--save {directory}: cannot be written to ({error.strerror}); choose another"
         ) from error
 
 
-def translate(given: Given, vocabulary: Vocabulary, world_size: int) -> Translation:
+def translate(given: Given, vocabulary: VocabularyFlags, world_size: int) -> Translation:
     run = Translation(PROGRAM)
     for flag, key, default in DIRECT:
         if flag in given:
@@ -160,7 +160,7 @@ def translate(given: Given, vocabulary: Vocabulary, world_size: int) -> Translat
     return run
 
 
-def _set_vocabulary(run: Translation, given: Given, vocabulary: Vocabulary) -> None:
+def _set_vocabulary(run: Translation, given: Given, vocabulary: VocabularyFlags) -> None:
     multiple = given.get("--make-vocab-size-divisible-by", 128)
     tp = given.get("--tensor-model-parallel-size", 1)
     padded = -(-vocabulary.size // (multiple * tp)) * multiple * tp

@@ -17,7 +17,7 @@ from pathlib import Path
 from fourfold import cli
 from fourfold.errors import ConfigError, UserError, report
 from fourfold.flags.paddlenlp_options import Flags, read_flags
-from fourfold.flags.paddlenlp_rules import GraphMode, Layout, problems_of, without_effect
+from fourfold.flags.paddlenlp_rules import GraphMode, PaddleLayout, problems_of, without_effect
 from fourfold.flags.presets import END_OF_TEXT
 from fourfold.flags.starting import SIZES, Start, find_start, take_weights, weights_place
 from fourfold.flags.translation import Translation
@@ -78,7 +78,7 @@ def prepare(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> Pa
     except UserError as error:
         problems.append(str(error))
     translation = translate(flags, graph_mode, start)
-    layout = Layout.of(flags, graph_mode)
+    layout = PaddleLayout.of(flags, graph_mode)
     found = problems_of(flags, layout, translation, processes, program)
     # Of a model that was not found nothing is known, so nothing about it is wrong.
     problems += [text for text in found if start is not None or "Model." not in text]
@@ -98,7 +98,7 @@ def translate(flags: Flags, graph_mode: GraphMode, start: Start | None) -> Trans
         translation.set(key, flags[name], flags.said(name))
     if start is not None:
         _translate_model(translation, flags, start)
-    _translate_layout(translation, flags, Layout.of(flags, graph_mode))
+    _translate_layout(translation, flags, PaddleLayout.of(flags, graph_mode))
     _translate_data(translation, flags)
     _translate_precision(translation, flags)
     _translate_engine(translation, flags, graph_mode)
@@ -124,7 +124,7 @@ def _translate_model(translation: Translation, flags: Flags, start: Start) -> No
         )
 
 
-def _translate_layout(translation: Translation, flags: Flags, layout: Layout) -> None:
+def _translate_layout(translation: Translation, flags: Flags, layout: PaddleLayout) -> None:
     place = "Distributed.sharding"
     degree = flags.said("sharding_degree") if layout.shards else "--use_sharding is not on"
     translation.set(f"{place}.sharding_degree", layout.sharding, degree)

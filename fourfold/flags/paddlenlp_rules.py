@@ -25,7 +25,7 @@ DEVICE_KEY = "Global.device"
 
 
 @dataclass(frozen=True)
-class Layout:
+class PaddleLayout:
     """The degrees that count. The static script shards by `--use_sharding` only; the dygraph one,
     which lost that flag, by `--sharding_degree` unless told not to."""
 
@@ -36,7 +36,7 @@ class Layout:
     shards: bool
 
     @classmethod
-    def of(cls, flags: Flags, graph_mode: GraphMode) -> Layout:
+    def of(cls, flags: Flags, graph_mode: GraphMode) -> PaddleLayout:
         switch = flags["use_sharding"]
         shards = graph_mode == "dynamic" if switch is None else switch
         dp, mp, pp = (flags[f"{axis}_degree"] for axis in ("dp", "mp", "pp"))
@@ -52,7 +52,7 @@ class Layout:
 
 
 def problems_of(
-    flags: Flags, layout: Layout, translation: Translation, processes: int, program: str
+    flags: Flags, layout: PaddleLayout, translation: Translation, processes: int, program: str
 ) -> list[str]:
     """Everything that keeps these flags from being a run."""
     device = list(_device_problems(flags))
@@ -93,7 +93,9 @@ def _purpose_problems(flags: Flags) -> Iterator[str]:
         )
 
 
-def _world_problems(flags: Flags, layout: Layout, processes: int, program: str) -> Iterator[str]:
+def _world_problems(
+    flags: Flags, layout: PaddleLayout, processes: int, program: str
+) -> Iterator[str]:
     needed = layout.world_size
     if needed == processes or min(layout.mp, layout.sharding, layout.pp, layout.dp) < 1:
         return
@@ -108,7 +110,7 @@ def _world_problems(flags: Flags, layout: Layout, processes: int, program: str) 
     )
 
 
-def _batch_problems(flags: Flags, layout: Layout) -> Iterator[str]:
+def _batch_problems(flags: Flags, layout: PaddleLayout) -> Iterator[str]:
     micro, whole, local = (flags[f"{size}_batch_size"] for size in ("micro", "global", "local"))
     if min(micro, layout.sharding, layout.dp) < 1:
         return
@@ -135,7 +137,7 @@ def _batch_problems(flags: Flags, layout: Layout) -> Iterator[str]:
 # --- what does nothing ------------------------------------------------------------------------
 
 
-def without_effect(flags: Flags, layout: Layout) -> list[str]:
+def without_effect(flags: Flags, layout: PaddleLayout) -> list[str]:
     """Flags that were given and change nothing, each with the reason."""
     reasons = dict(_reasons(flags, layout))
     useless = [f"{flags.shown(name)} ({reasons[name]})" for name in flags.given if name in reasons]
@@ -144,7 +146,7 @@ def without_effect(flags: Flags, layout: Layout) -> list[str]:
     return useless
 
 
-def _reasons(flags: Flags, layout: Layout) -> Iterator[tuple[str, str]]:
+def _reasons(flags: Flags, layout: PaddleLayout) -> Iterator[tuple[str, str]]:
     for name, reason in (
         ("enable_addto", "gradients are always added in place"),
         ("fuse_transformer", "attention and linear layers are fused as they are"),

@@ -18,7 +18,7 @@ ModelType = Literal["gpt", "gpt-cn"]
 
 
 @dataclass(frozen=True)
-class Preset:
+class ModelPreset:
     """Names are those of the `Model` section."""
 
     vocab_size: int
@@ -33,24 +33,24 @@ class Preset:
 
 
 ENGLISH = {
-    "gpt2-small-en": Preset(50304, 1024, 4, 4),
-    "gpt2-en": Preset(50304, 768, 12, 12),
-    "gpt2-medium-en": Preset(50304, 1024, 24, 16),
-    "gpt3-1.3B-en": Preset(50304, 2048, 24, 16),
-    "gpt3-13B-en": Preset(50304, 5120, 40, 128),
-    "gpt3-89B-en": Preset(51200, 12288, 48, 96),
-    "gpt3-175B-en": Preset(51200, 12288, 96, 96),
+    "gpt2-small-en": ModelPreset(50304, 1024, 4, 4),
+    "gpt2-en": ModelPreset(50304, 768, 12, 12),
+    "gpt2-medium-en": ModelPreset(50304, 1024, 24, 16),
+    "gpt3-1.3B-en": ModelPreset(50304, 2048, 24, 16),
+    "gpt3-13B-en": ModelPreset(50304, 5120, 40, 128),
+    "gpt3-89B-en": ModelPreset(51200, 12288, 48, 96),
+    "gpt3-175B-en": ModelPreset(51200, 12288, 96, 96),
 }
 CHINESE = {
-    "gpt-cpm-large-cn": Preset(30000, 2560, 32, 32),
-    "gpt-cpm-small-cn-distill": Preset(30000, 768, 12, 12),
+    "gpt-cpm-large-cn": ModelPreset(30000, 2560, 32, 32),
+    "gpt-cpm-small-cn-distill": ModelPreset(30000, 768, 12, 12),
 }
 PRESETS = ENGLISH | CHINESE
 # The end-of-text id of each model type's tokenizer. GPT-2's is what `Data.dataset` assumes.
 END_OF_TEXT: dict[ModelType, int] = {"gpt": 50256, "gpt-cn": 7}
 
 
-def find_preset(name: str) -> Preset | None:
+def find_preset(name: str) -> ModelPreset | None:
     return PRESETS.get(name)
 
 

@@ -10,15 +10,15 @@ Lengths count new tokens. Prompt and continuation together must fit into the mod
 
 from fourfold.generate.beam import beam_search
 from fourfold.generate.completion import Continuation, TextStream, complete, generate
-from fourfold.generate.decoder import Decoder, Network
+from fourfold.generate.decoder import Decoder, SequenceModel
 from fourfold.generate.sampling import Options
 from fourfold.generate.session import Session, Token
 
 __all__ = [
     "Continuation",
     "Decoder",
-    "Network",
     "Options",
+    "SequenceModel",
     "Session",
     "TextStream",
     "Token",

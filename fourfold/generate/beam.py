@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fourfold.generate.decoder import Network
+from fourfold.generate.decoder import SequenceModel
 from fourfold.generate.sampling import Options
 from fourfold.generate.session import check_finite, check_prompt, process
 
@@ -35,7 +35,7 @@ class Beam:
 
 @torch.inference_mode()
 def beam_search(
-    network: Network,
+    network: SequenceModel,
     prompt: Sequence[int],
     options: Options,
     *,
@@ -69,7 +69,7 @@ def beam_search(
 
 
 def _extensions(
-    network: Network,
+    network: SequenceModel,
     beams: list[Beam],
     logits: torch.Tensor,
     prompt: Sequence[int],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fourfold.errors import UserError
 from fourfold.generate.beam import Beam, beam_search
-from fourfold.generate.decoder import Network
+from fourfold.generate.decoder import SequenceModel
 from fourfold.generate.sampling import Options
 from fourfold.generate.session import Session, Token, check_prompt
 from fourfold.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ OnToken = Callable[[int, int, Token], bool | None]
 
 
 def generate(
-    network: Network,
+    network: SequenceModel,
     prompts: Sequence[Sequence[int]],
     options: Options,
     *,
@@ -97,7 +97,7 @@ def _of_beam(beam: Beam, eos_id: int | None) -> Continuation:
 
 
 def complete(
-    network: Network,
+    network: SequenceModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     options: Options,

@@ -28,7 +28,7 @@ from fourfold.generate.weights import Format, set_format
 from fourfold.model.gpt import GPT, Attend
 
 
-class Network(Protocol):
+class SequenceModel(Protocol):
     """What sessions and beam search need of a network; `Decoder` is the one on a single device."""
 
     max_positions: int

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.generate import sampling
-from fourfold.generate.decoder import Network
+from fourfold.generate.decoder import SequenceModel
 from fourfold.generate.sampling import Options
 
 # Prompts read in one go: more would make the running sequences wait too long for their next token.
@@ -60,7 +60,7 @@ class Session:
 
     def __init__(
         self,
-        network: Network,
+        network: SequenceModel,
         *,
         eos_id: int | None,
         slots: int,
@@ -250,7 +250,7 @@ def check_prompt(
         )
 
 
-def check_finite(logits: Tensor, network: Network, first_row: int = 0) -> None:
+def check_finite(logits: Tensor, network: SequenceModel, first_row: int = 0) -> None:
     """Refuse logits that are no numbers; the rows of the network they come from, of which the
     first is `first_row`, are wiped."""
     finite = logits.amax(dim=-1).isfinite()

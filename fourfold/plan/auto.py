@@ -17,10 +17,10 @@ from fourfold.config import Config, load_config
 from fourfold.config.auto_constraints import LayoutConstraints, read_constraints, without_layout
 from fourfold.engine.monitoring import Prediction
 from fourfold.errors import UserError
-from fourfold.plan.advice import impossible
 from fourfold.plan.cluster import GIB, PRESETS, Cluster, Device, load_cluster, parse_cluster
 from fourfold.plan.doctor import crowded, hardware, plain_cpu
 from fourfold.plan.planner import Candidate, Plan, plan
+from fourfold.plan.suggestions import impossible
 from fourfold.processors import num_processors
 
 CLUSTER_FILE = Path("cluster.yaml")

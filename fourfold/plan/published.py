@@ -12,17 +12,23 @@ from __future__ import annotations
 import csv
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fourfold.cost.flops import forward_flops
-from fourfold.cost.workload import Network, Software, Spread
+from fourfold.cost.terms import Floats
+from fourfold.cost.workload import Network, Software, Spread, columns
 from fourfold.errors import UserError
+from fourfold.plan.calibrate import fit_numbers
 from fourfold.plan.cluster import PRESETS, Cluster, Device, find_device
-from fourfold.plan.machine import Machine
+from fourfold.plan.coefficients import NAMES, Coefficients
+from fourfold.plan.machine import Machine, machine_columns
+from fourfold.plan.steptime import step_time_of
 
 FILE = Path(__file__).with_name("published_runs.csv")
 TIME_METRICS = {
@@ -50,7 +56,7 @@ FITTED_FAMILIES = ("vtrain single", "vtrain multi", "llm-foundry a100", "llm-fou
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One measurement. `seconds` or `bytes_` is NaN when it measured something else."""
 
     family: str
@@ -89,7 +95,7 @@ PADDLE = replace(MEGATRON, split_sends=False)
 
 
 @lru_cache(maxsize=4)
-def published_runs(path: Path = FILE) -> tuple[Run, ...]:
+def published_runs(path: Path = FILE) -> tuple[PublishedRun, ...]:
     """The rows a prediction can be made for; rows without a source's word on them are left out."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -133,7 +139,7 @@ def family_of(source: str, gpu: str) -> str:
     )
 
 
-def _run(row: dict[str, str]) -> Run | None:
+def _run(row: dict[str, str]) -> PublishedRun | None:
     """None for rows that lack what a prediction needs, or measure what we do not predict."""
     metric, precision = row["metric"], row["precision"].lower()
     if row["source"].startswith("llm-foundry") and metric == "mfu_pct":
@@ -157,7 +163,7 @@ def _run(row: dict[str, str]) -> Run | None:
     cluster = Cluster(
         nodes=1, devices_per_node=4 if family == "bigscience v100" else 8, device=device
     )
-    return Run(
+    return PublishedRun(
         family=family,
         source=row["source"],
         model=row["model"],
@@ -341,3 +347,82 @@ def _seconds(
         1e12 * value if metric == "hw_tflops_per_gpu" else value / 100 * 1e12 * device.peak_tflops
     )
     return float(flops / (rate * spread.world))
+
+
+# -- published step times beside predictions ------------------------------------------------------
+
+
+# What each family weighs in the fit, however many rows it has.
+WEIGHTS = {"vtrain single": 150, "vtrain multi": 60, "llm-foundry a100": 60, "llm-foundry h100": 40}
+KINDS = ("A100", "H100")
+START = {"A100": 0.8, "H100": 0.65}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Runs whose step time is known, as columns."""
+
+    runs: tuple[PublishedRun, ...]
+    network: Network
+    spread: Spread
+    software: Software
+    machine: Machine
+    seconds: Floats
+    family: Any
+    part: Any
+    kind: Any
+
+    @classmethod
+    def of(cls, runs: Sequence[PublishedRun]) -> Evidence:
+        timed = tuple(run for run in runs if np.isfinite(run.seconds))
+        return cls(
+            runs=timed,
+            network=columns([run.network for run in timed]),
+            spread=columns([run.spread for run in timed]),
+            software=columns([run.software for run in timed]),
+            machine=machine_columns([run.machine for run in timed]),
+            seconds=np.array([run.seconds for run in timed]),
+            family=np.array([run.family for run in timed]),
+            part=np.array([run.part for run in timed]),
+            kind=np.array([run.device.split("-")[0] for run in timed]),
+        )
+
+    def where(self, mask: Any) -> Evidence:
+        return Evidence.of([run for run, chosen in zip(self.runs, mask, strict=True) if chosen])
+
+    def errors(self, coefficients: Coefficients, sustained: dict[str, float]) -> Floats:
+        """Predicted over measured, less one."""
+        return self.predicted(coefficients, sustained) / self.seconds - 1
+
+    def predicted(self, coefficients: Coefficients, sustained: dict[str, float]) -> Floats:
+        share = np.array(self.machine.sustained, dtype=float)
+        for kind, value in sustained.items():
+            share = np.where(self.kind == kind, value, share)
+        machine = replace(self.machine, sustained=share)
+        return np.asarray(
+            step_time_of(self.network, self.spread, self.software, machine, coefficients).total
+        )
+
+
+def fit_published(
+    evidence: Evidence, families: Sequence[str] = FITTED_FAMILIES
+) -> tuple[Coefficients, dict[str, float]]:
+    """Coefficients and sustained shares from the fit rows of these families alone."""
+    chosen = (evidence.part == "fit") & np.isin(evidence.family, list(families))
+    rows = evidence.where(chosen)
+    counts = {family: int((rows.family == family).sum()) for family in families}
+    weights = np.array([WEIGHTS[family] / counts[family] for family in rows.family])
+    start = Coefficients()
+    numbers = np.array([getattr(start, name) for name in NAMES] + [START[kind] for kind in KINDS])
+
+    def residuals(point: Floats) -> Floats:
+        coefficients, sustained = _unpack(point)
+        return np.log(rows.predicted(coefficients, sustained) / rows.seconds)
+
+    return _unpack(fit_numbers(residuals, numbers, weights))
+
+
+def _unpack(numbers: Floats) -> tuple[Coefficients, dict[str, float]]:
+    values = dict(zip(NAMES, (float(number) for number in numbers), strict=False))
+    shares = {kind: float(n) for kind, n in zip(KINDS, numbers[len(NAMES) :], strict=True)}
+    return Coefficients(**values), shares

@@ -20,13 +20,15 @@ from fourfold.cost.workload import CONTEXT_BYTES, FRAGMENTATION, Network, Softwa
 from fourfold.model import ModelShape
 from fourfold.plan.cluster import MEMORY_BAND, PRESETS, parse_cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
-from fourfold.plan.evidence import KINDS, Evidence, fit_published
 from fourfold.plan.published import (
     FILE,
     FITTED_FAMILIES,
+    KINDS,
     MEGATRON,
     MEMORY_PARTS,
-    Run,
+    Evidence,
+    PublishedRun,
+    fit_published,
     published_runs,
 )
 from fourfold.plan.steptime import step_time_of
@@ -150,7 +152,7 @@ def _time_targets(evidence: Evidence, errors: Floats) -> Iterator[Target]:
             yield Target(f"step time, {family}", text, worst <= limit)
 
 
-def _memory(runs: Sequence[Run], targets: list[Target]) -> Iterator[str]:
+def _memory(runs: Sequence[PublishedRun], targets: list[Target]) -> Iterator[str]:
     yield ""
     yield "allocated memory, predicted against measured:"
     small: dict[str, list[float]] = defaultdict(list)
@@ -184,16 +186,16 @@ def _memory(runs: Sequence[Run], targets: list[Target]) -> Iterator[str]:
         )
 
 
-def _is_whole(run: Run) -> bool:
+def _is_whole(run: PublishedRun) -> bool:
     return bool(np.isfinite(run.bytes_)) and run.metric not in MEMORY_PARTS
 
 
-def _measured_part(run: Run) -> str:
+def _measured_part(run: PublishedRun) -> str:
     parts = MEMORY_PARTS.get(run.metric, ("all",))
     return parts[0] if len(parts) == 1 else "states"
 
 
-def _allocated(run: Run) -> float:
+def _allocated(run: PublishedRun) -> float:
     """Goldens are what the last rank wrote; others what the fullest rank needs; or a part of it."""
     if run.family == "megatron goldens":
         memory = memory_of(run.network, run.spread, run.software, run.spread.pp - 1)
@@ -203,12 +205,12 @@ def _allocated(run: Run) -> float:
     return float(memory.total if parts is None else sum(memory[name] for name in parts))
 
 
-def _needed(run: Run) -> float:
+def _needed(run: PublishedRun) -> float:
     """With the reserve a plan adds."""
     return _allocated(run) * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 
-def _fits(runs: Sequence[Run]) -> Iterator[str]:
+def _fits(runs: Sequence[PublishedRun]) -> Iterator[str]:
     """Runs that ran must not be called impossible; runs that ran out of memory must be."""
     whole = [run for run in runs if run.metric not in MEMORY_PARTS]
     ran = [run for run in whole if run.fits and run.part != "quoted"]

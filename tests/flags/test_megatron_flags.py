@@ -11,7 +11,13 @@ from raw_text import write_vocabulary
 
 from fourfold.config import Config, load_config
 from fourfold.errors import ConfigError, UserError
-from fourfold.flags.megatron import Vocabulary, notices, read_vocabulary, translate, write_config
+from fourfold.flags.megatron import (
+    VocabularyFlags,
+    notices,
+    read_vocabulary,
+    translate,
+    write_config,
+)
 from fourfold.flags.megatron_rules import read_flags
 from fourfold.model import ModelShape, count_parameters
 from fourfold.optim import build_schedule
@@ -42,7 +48,7 @@ TGS = f"{COMMON} --train-iters 10 --lr-decay-iters 8 --lr-warmup-fraction .001 -
 
 def config_of(directory: Path, words: str, world_size: int = 64) -> Config:
     given = read_flags(words.split())
-    file = translate(given, Vocabulary(GPT2_SIZE), world_size).write(directory)
+    file = translate(given, VocabularyFlags(GPT2_SIZE), world_size).write(directory)
     return load_config(file, world_size=world_size)
 
 
@@ -134,7 +140,7 @@ def test_flags_left_out_have_the_defaults_of_megatron(tmp_path: Path) -> None:
 )
 def test_further_flags(tmp_path: Path, more: str, changed: dict[str, object]) -> None:
     given = read_flags(f"{TRAIN} {more}".split())
-    file = translate(given, Vocabulary(GPT2_SIZE), 64).write(tmp_path)
+    file = translate(given, VocabularyFlags(GPT2_SIZE), 64).write(tmp_path)
     content = yaml.safe_load(file.read_text())
     for key, value in changed.items():
         found = content

@@ -15,7 +15,7 @@ from fourfold.engine import Engine
 from fourfold.errors import ConfigError, UserError
 from fourfold.flags.paddlenlp import prepare, translate
 from fourfold.flags.paddlenlp_options import DEFAULTS, Flags, read_flags
-from fourfold.flags.paddlenlp_rules import GraphMode, Layout, without_effect
+from fourfold.flags.paddlenlp_rules import GraphMode, PaddleLayout, without_effect
 from fourfold.flags.presets import PRESETS
 from fourfold.flags.starting import find_start, weights_place
 from fourfold.model import ModelShape, count_parameters
@@ -237,7 +237,7 @@ def test_what_does_nothing_is_said() -> None:
         f"{GPT2} --enable_addto true --fuse false --sharding_degree 4 --scale_loss 128 --topp 0.5 "
         "--num_train_epochs 3 -p batch_range=[5,9];state=GPU"
     )
-    said = without_effect(flags, Layout.of(flags, "static"))
+    said = without_effect(flags, PaddleLayout.of(flags, "static"))
     assert [text.split(" ")[0] for text in said] == [
         "--enable_addto",
         "--sharding_degree",

@@ -23,7 +23,7 @@ from fourfold.engine.banner import fake_rank_memory
 from fourfold.model import ModelShape, count_parameters
 from fourfold.plan.cluster import parse_cluster
 from fourfold.plan.coefficients import load_coefficients
-from fourfold.plan.dryrun import dry_run
+from fourfold.plan.dry_run import dry_run
 from fourfold.plan.planner import candidate_of
 from fourfold.plan.subject import subject_of
 from fourfold.plan.timeline import orders_of

@@ -25,7 +25,7 @@ from fourfold.engine.banner import fake_rank_memory
 from fourfold.model import GPT, ModelShape, ParamTable, count_parameters
 from fourfold.model.gpt import CoreAttention, LayerNorm, Linear
 from fourfold.model.params import Param, linear_rows, norm_rows
-from fourfold.plan.dryrun import dry_run
+from fourfold.plan.dry_run import dry_run
 from fourfold.plan.subject import subject_of
 
 

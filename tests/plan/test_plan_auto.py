@@ -16,7 +16,7 @@ import yaml
 from tiny_run import FIXTURE, TINY
 
 from fourfold.cli import main
-from fourfold.cli.train import Run
+from fourfold.cli.train import TrainRun
 from fourfold.config import Config
 from fourfold.config.auto_constraints import is_auto_requested
 from fourfold.errors import ConfigError, UserError
@@ -359,7 +359,7 @@ def test_three_processes_for_a_batch_of_eight(tmp_path: Path) -> None:
 
 def test_a_layout_yet_to_be_chosen_need_not_fit_together_as_written(tmp_path: Path) -> None:
     config = write_config(tmp_path, Distributed={"auto": True, "mp_degree": 2})
-    resolved, expected = Run(config, [], auto=False, cluster=None).resolve(2)
+    resolved, expected = TrainRun(config, [], auto=False, cluster=None).resolve(2)
     assert expected is not None and degrees(resolved) == (1, 1, 1, 2)
 
 
@@ -368,4 +368,4 @@ def test_a_file_that_does_not_ask_for_it_keeps_all_of_its_problems(tmp_path: Pat
     wrong = ["Model.num_layer=4"]
     assert not is_auto_requested(config, wrong)
     with pytest.raises(ConfigError, match=r"(?s)mp_degree=3.*did you mean num_layers"):
-        Run(config, wrong, auto=False, cluster=None).resolve(2)
+        TrainRun(config, wrong, auto=False, cluster=None).resolve(2)

@@ -16,8 +16,7 @@ from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import Spread, spread_of
 from fourfold.errors import UserError
 from fourfold.parallel.stages import layers_of_stages, stages_of_rank
-from fourfold.plan.counting import Traffic
-from fourfold.plan.dryrun import DryRun, dry_run
+from fourfold.plan.dry_run import DryRun, Traffic, dry_run
 from fourfold.plan.subject import subject_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt"

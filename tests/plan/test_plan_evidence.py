@@ -11,8 +11,7 @@ import pytest
 from fourfold.errors import UserError
 from fourfold.plan.cluster import PRESETS
 from fourfold.plan.coefficients import load_coefficients
-from fourfold.plan.evidence import Evidence, fit_published
-from fourfold.plan.published import FILE, FITTED_FAMILIES, published_runs
+from fourfold.plan.published import FILE, FITTED_FAMILIES, Evidence, fit_published, published_runs
 
 EVIDENCE = Evidence.of(published_runs())
 

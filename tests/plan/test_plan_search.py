@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from fourfold.config import Config, load_config
 from fourfold.errors import ConfigError
 from fourfold.plan import parse_cluster, plan
-from fourfold.plan.advice import (
+from fourfold.plan.planner import candidate_of
+from fourfold.plan.search import legal_spreads, one_spread
+from fourfold.plan.subject import subject_of
+from fourfold.plan.suggestions import (
+    devices_for,
+    goodput_of,
     impossible,
     near_misses,
     physics_check,
@@ -22,10 +27,6 @@ from fourfold.plan.advice import (
     shape_lint,
     smallest_world,
 )
-from fourfold.plan.goodput import devices_for, goodput_of
-from fourfold.plan.planner import candidate_of
-from fourfold.plan.search import legal_spreads, one_spread
-from fourfold.plan.subject import subject_of
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
 ONE_SAMPLE = ["Data.batch_size.local_batch_size=1", "Data.batch_size.micro_batch_size=1"]

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.cost.flops import forward_flops
 from fourfold.cost.workload import RECOMPUTE_MODES, Software, Spread, columns
+from fourfold.plan.calibrate import fit_numbers
 from fourfold.plan.cluster import parse_cluster
 from fourfold.plan.coefficients import Coefficients, load_coefficients
-from fourfold.plan.fitting import fit_numbers
 from fourfold.plan.machine import Group, all_reduce_seconds, gather_seconds
 from fourfold.plan.steptime import step_time_of
 
