@@ -10,6 +10,7 @@ and wait for whoever is missing as long as it makes progress.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 import zlib
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeVar
 
 import torch
@@ -111,6 +112,7 @@ def _environment_int(name: str, default: int) -> int:
 def select_device(wanted: str) -> torch.device:
     """`auto` takes a GPU when there is one; `gpu` and `cuda` insist on it."""
     if is_cpu(wanted):
+        spare_missing_matrix_units()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
@@ -122,6 +124,30 @@ def select_device(wanted: str) -> torch.device:
     # DeviceMesh would choose by LOCAL_RANK itself if it found CUDA unused.
     torch.cuda.init()
     return device
+
+
+@cache
+def spare_missing_matrix_units() -> bool:
+    """Keep torch from instructions that the processor announces and does not have.
+
+    Some virtual machines announce AMX and end a process that uses it, as low-precision products do.
+    Tried once, in a process of its own, before torch's oneDNN has looked; whether it was so.
+    """
+    if not hasattr(os, "fork") or not torch.cpu._is_amx_tile_supported():
+        return False
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()  # its end is the answer, and no news
+        try:
+            ones = torch.ones(64, 64, dtype=torch.bfloat16)
+            (ones @ ones).sum().item()
+        finally:
+            os._exit(0)
+    missing = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    if missing:
+        # Read before the first product, here and in every process started here.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    return missing
 
 
 def is_cpu(wanted: str) -> bool:

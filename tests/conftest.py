@@ -9,29 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from fourfold.mesh import spare_missing_matrix_units
 from fourfold.model import GPT, ModelShape, initialize
 
 torch.set_num_threads(1)
 
 
-def matrix_units_work() -> bool:
-    """Whether bfloat16 products run here at all.
-
-    Some virtual machines announce AMX, and then end a process that uses it.
-    """
-    if not torch.cpu._is_amx_tile_supported():
-        return True
-    pid = os.fork()
-    if pid == 0:
-        ones = torch.ones(64, 64, dtype=torch.bfloat16)
-        (ones @ ones).sum().item()
-        os._exit(0)
-    return os.waitpid(pid, 0)[1] == 0
-
-
-if not matrix_units_work():
-    # Read by torch's oneDNN before its first product, here and in every process started here.
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+spare_missing_matrix_units()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,13 @@ def test_processors_are_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fourfold.processors.cgroup_processors", lambda quota=quota: quota)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
         assert num_processors() == (expected or 7)
+
+
+def test_low_precision_products_run_wherever_they_are_announced() -> None:
+    """In a process that has not computed yet, as a command is."""
+    code = (
+        "import torch; from fourfold.mesh import spare_missing_matrix_units as spare; "
+        "spare(); ones = torch.ones(64, 64, dtype=torch.bfloat16); assert (ones @ ones).sum() > 0"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    subprocess.run([sys.executable, "-c", code], env=clean, check=True)

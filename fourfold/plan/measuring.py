@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import UserError
+from fourfold.mesh import spare_missing_matrix_units
 from fourfold.model import GPT, ModelShape
 from fourfold.model.gpt import Block
 from fourfold.model.init import initialize
@@ -123,6 +124,7 @@ def _work(rank: int, processes: int, rendezvous: str, seconds: float, results: A
 
 
 def measure(device: torch.device, seconds: float) -> Measured:
+    spare_missing_matrix_units()
     return Measured(
         rates=_product_rates(device, torch.float32, seconds),
         low_rates=_product_rates(device, torch.bfloat16, seconds),
