@@ -8,7 +8,7 @@ The options are those of `fourfold generate`. Without a prompt the document's ow
 import sys
 
 from fourfold.cli import main
-from fourfold.cli.generation import DEFAULT_PROMPT
+from fourfold.cli.generate import DEFAULT_PROMPT
 
 if __name__ == "__main__":
     words = sys.argv[1:]
