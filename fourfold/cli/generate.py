@@ -17,7 +17,7 @@ from fourfold.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from fourfold.config import Config
-    from fourfold.generate.loading import GenerationModule
+    from fourfold.generate.module import GenerationModule
 
 # The document's own prompt, for a call that names none and has nobody to ask.
 DEFAULT_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
@@ -49,7 +49,7 @@ def generate(
 ) -> None:
     """Continue a text with a trained model, by the `Generation` section of its YAML file."""
     from fourfold.config import load_config
-    from fourfold.generate.loading import GenerationModule
+    from fourfold.generate.module import GenerationModule
     from fourfold.generate.sampling import without_effect
     from fourfold.launch.launchers import join_launcher, refuse_inside_launcher
 
@@ -87,7 +87,7 @@ def _generate_in_processes(config: Config, prompts: list[str], nproc: int) -> in
 def _as_rank(config: Config, prompts: list[str], size: int) -> Callable[[], None]:
     """What each of `size` ranks does, with all that it needs imported; rank 0 prints."""
     from fourfold.generate.distributed import free_of_training
-    from fourfold.generate.loading import GenerationModule
+    from fourfold.generate.module import GenerationModule
     from fourfold.mesh import connect, select_device
     from fourfold.parallel import layout_of, preload
 

@@ -31,7 +31,7 @@ def quickstart(
     """Train a small GPT on the text every Python installation carries, and let it write."""
     from fourfold.config import load_config
     from fourfold.engine import Engine
-    from fourfold.generate.loading import GenerationModule
+    from fourfold.generate.module import GenerationModule
 
     places = [
         f"Global.tokenizer={directory / 'tokenizer.json'}",

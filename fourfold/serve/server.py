@@ -37,7 +37,7 @@ from starlette.types import Receive, Scope, Send
 
 from fourfold.config import Config
 from fourfold.errors import UserError
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 from fourfold.serve.http import (
     SecurityMiddleware,
     access_log,

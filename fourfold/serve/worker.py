@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from fourfold.errors import UserError
 from fourfold.evaluate.scoring import Scorer, ScoreRequest
 from fourfold.generate import Decoder, Token
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 from fourfold.serve.metrics import Metrics
 from fourfold.serve.protocol import ApiError, Limits
 from fourfold.serve.replies import Detokenizer, TextPiece, echo_piece

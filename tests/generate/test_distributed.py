@@ -16,7 +16,7 @@ from fourfold.config import load_config
 from fourfold.convert import convert
 from fourfold.generate import Decoder
 from fourfold.generate.distributed import DistributedDecoder
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 from fourfold.mesh import connect, select_device
 from fourfold.parallel import layout_of
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fourfold.cli import app
 from fourfold.cli.generate import write
 from fourfold.errors import CheckpointError, DataError, UserError
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 from fourfold.tokenizer import train
 
 NO_TOKENIZER = ["-o", "Global.tokenizer=null"]

@@ -131,7 +131,7 @@ def test_an_interrupt_while_a_rank_sets_itself_up_is_no_crash(
         os.kill(os.getpid(), signal.SIGINT)  # still blocked: it comes in a moment
 
     monkeypatch.setattr(workers, "forget_answers", forget_and_be_interrupted)
-    supervisor = start_supervisor(lambda: None, 1, tmp_path)
+    supervisor = start_supervisor(lambda: None, 1, tmp_path, first_pause_seconds=0.01)
     assert exit_status(supervisor) != 0
     assert "Traceback" not in capfd.readouterr().err
 

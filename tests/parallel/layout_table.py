@@ -181,7 +181,7 @@ CASES = [
     Case("pp2 mp2 sp", DOCUMENTS, quick=True),
     Case("sh2 stage3", DOCUMENTS),
     # Precisions.
-    Case("mp2 sp", dtype="float64", quick=True),
+    Case("mp2 sp", dtype="float64"),
     Case("pp2 sh2 stage3", dtype="float64"),
     Case("dp2 pp2 zbv", dtype="float64"),
     Case("pp2 sh2 stage3 mp2 sp", dtype="float64"),

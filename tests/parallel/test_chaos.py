@@ -264,6 +264,7 @@ def play(disk: Path, straight: Callable[[str], Path], seed: int, disturbances: i
     return chaos.played
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_little_chaos(disk: Path, straight: Callable[[str], Path]) -> None:
     played = play(disk, straight, seed=1, disturbances=3)
     done = set(played) - {"starts", "checkpoints verified"}

@@ -114,7 +114,7 @@ def assert_learns(run: Path) -> None:
 @pytest.mark.parametrize(
     "named",
     [
-        DATA_PARALLEL,
+        pytest.param(DATA_PARALLEL, marks=slow),
         pytest.param(sharded(8), marks=slow),
         pytest.param(sharded(16), marks=slow),
         pytest.param(piped(2, 4), marks=slow),

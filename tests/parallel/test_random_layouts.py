@@ -29,7 +29,7 @@ from tiny_text_run import sentences
 from traces import SAVED_STEP, Workshop, deviation, relative, whole
 
 from fourfold.errors import UserError
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 from fourfold.mesh import connect, select_device
 from fourfold.parallel import layout_of
 from fourfold.tokenizer import train

@@ -106,10 +106,10 @@ def second_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 slow = pytest.mark.slow
 LAYOUTS = [
-    "mp2 sp",
-    "pp2",
-    "sh2 stage3",
     "pp2 sh2 stage3 mp2 sp",
+    pytest.param("mp2 sp", marks=slow),
+    pytest.param("pp2", marks=slow),
+    pytest.param("sh2 stage3", marks=slow),
     pytest.param("dp2", marks=slow),
     pytest.param("mp2", marks=slow),
     pytest.param("pp2 zbv", marks=slow),
@@ -140,7 +140,11 @@ def shape_of(config: Config) -> ModelShape:
 
 @pytest.mark.parametrize(
     ("saved", "layout"),
-    [("pp2 sh2 stage3 mp2 sp", "sh2 stage3"), ("sh2 stage3", "pp2"), ("pp2", "mp2 sp")],
+    [
+        ("pp2 sh2 stage3 mp2 sp", "sh2 stage3"),
+        pytest.param("sh2 stage3", "pp2", marks=slow),
+        pytest.param("pp2", "mp2 sp", marks=slow),
+    ],
 )
 def test_resumes_under_another_layout(saved: str, layout: str, workshop: Workshop) -> None:
     case = Case(layout)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from served import Served, chunks, load
 
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 
 
 @pytest.fixture(scope="module")

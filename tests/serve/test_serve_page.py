@@ -13,7 +13,7 @@ import httpx
 import pytest
 from served import TOKEN, Served, load, serving
 
-from fourfold.generate.loading import GenerationModule
+from fourfold.generate.module import GenerationModule
 
 NUMBERS = ("temperature", "top_p", "top_k", "max_tokens")
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
