@@ -69,7 +69,7 @@ def windows(
 def _filled(
     buffer: np.ndarray, source: Iterator[Sequence[int] | np.ndarray], tokens: int
 ) -> tuple[np.ndarray, bool]:
-    """`buffer` filled with pieces to so many `tokens`, and whether the pieces ran out."""
+    """`buffer` filled up to `tokens` ids from `source`, and whether `source` ran out."""
     parts, found = [buffer], len(buffer)
     while found < tokens:
         piece = next(source, None)

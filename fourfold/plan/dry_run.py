@@ -111,7 +111,7 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
 
 
 def _count(config: Config, runner: Runner, micro_batches: int) -> Traffic:
-    """Of a step of so many micro-batches, without what goes between pipeline stages."""
+    """Of a step of `micro_batches`, without what goes between pipeline stages."""
     with Counting(runner.mesh) as counting:
         for micro_batch in range(micro_batches):
             for part in runner.parts:

@@ -82,7 +82,7 @@ def _latency(group: Group, machine: Machine) -> Numbers:
 def gather_seconds(
     bytes_: Numbers, group: Group, machine: Machine, messages: Numbers = 1
 ) -> Numbers:
-    """All-gather or reduce-scatter of `bytes_` in whole, in so many messages."""
+    """All-gather or reduce-scatter of `bytes_` in all, as `messages` messages."""
     moved = bytes_ * (group.size - 1) / group.size
     seconds = messages * _latency(group, machine) + moved / bus_bandwidth(group, machine)
     return np.where(np.asarray(group.size) > 1, seconds, 0.0)

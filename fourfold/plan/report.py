@@ -29,7 +29,7 @@ DEADLINES = (30, 60, 90)
 
 
 class Economics:
-    """What a run of so many tokens takes on the cluster of a plan."""
+    """What training on `tokens` takes on the cluster of a plan."""
 
     def __init__(self, plan: Plan, tokens: float | None, price: float | None) -> None:
         self.plan, self.tokens, self.price = plan, tokens, price

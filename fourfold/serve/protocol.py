@@ -28,7 +28,7 @@ class Limits:
     body_seconds: float = 20.0
     shutdown_seconds: float = 10.0
 
-    # How often a token can be guessed from one address: so many at a time, each so long.
+    # Failed logins from one address: how many at a time, and how long each one counts.
     guesses: int = 8
     guess_seconds: float = 1.0
 
