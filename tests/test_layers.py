@@ -66,7 +66,17 @@ def test_training_imports_no_tools() -> None:
 
 # What nothing imports is a way in: a command, a script of an example, a class that others load.
 WAYS_IN = {"evaluate/harness.py", "flags/megatron.py", "flags/paddlenlp.py"}
-MOST_LINES, FEWEST_LINES = 640, 85
+MOST_LINES, FEWEST_LINES = 520, 120
+# What does not keep to that yet. A file that grows beyond the bounds is not added here, but joined
+# or cut; one that does is taken out.
+LARGE = {"config/schema.py"}  # every key of the configuration
+SMALL = {
+    "cost/traffic.py",
+    "flags/starting.py",
+    "generate/beam.py",
+    "parallel/data_parallel.py",
+    "parallel/replica_check.py",
+}
 
 
 def importers() -> dict[Path, set[Path]]:
@@ -111,9 +121,12 @@ def test_a_class_name_stands_for_one_class() -> None:
 
 def test_a_file_is_a_whole_idea() -> None:
     """Neither a closet, unless several others need it or it is a command, nor a hall."""
-    users = importers()
-    for file in FILES:
-        lines = len(file.read_text().splitlines())
-        assert lines <= MOST_LINES, file
-        if not file.name.startswith("__") and part_of(file) != "cli" and lines < FEWEST_LINES:
-            assert len(users[file]) >= 3, f"{file}: {lines} lines; join it with its neighbour"
+    large, small = set(), set()
+    for file, users in importers().items():
+        name, lines = str(file.relative_to(PACKAGE)), len(file.read_text().splitlines())
+        if lines > MOST_LINES:
+            large.add(name)
+        is_door = file.name.startswith("__") or part_of(file) == "cli"
+        if lines < FEWEST_LINES and len(users) < 3 and not is_door:
+            small.add(name)
+    assert (large, small) == (LARGE, SMALL)
