@@ -45,7 +45,6 @@ class Network:
         layer = table.layer()
         cut = [row.numel for row in layer if row.split_dim is not None]
         uncut = [row.numel for row in layer if row.split_dim is None]
-        tables = {row.name: row.shape[0] for row in table.at("first")}
         return cls(
             layers=shape.num_layers,
             hidden=shape.hidden_size,
@@ -53,7 +52,7 @@ class Network:
             ffn=shape.ffn_hidden_size,
             vocab=shape.vocab_size,
             seq=seq,
-            positions=sum(tables.values()) - shape.vocab_size,
+            positions=sum(row.shape[0] for row in table.at("first") if row.split_dim is None),
             tied=table.tied is not None,
             hidden_dropout=shape.hidden_dropout_prob > 0,
             attention_dropout=shape.attention_probs_dropout_prob > 0,

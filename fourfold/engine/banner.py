@@ -128,15 +128,15 @@ def own_memory(config: Config, runner: Runner) -> RankMemory:
     gathered = sum(_compute_bytes(name, p, runner) for name, p in runner.parameters.items())
     widest = max(_layer_bytes(part, runner) for part in runner.parts)
     separate = runner.sharding is not None or runner.precision.level == "O2"
-    itemsize = 4 * elements
+    in_fp32 = 4 * elements
     if runner.sharding is None:
-        weights, gradients = gathered, itemsize
+        weights, gradients = gathered, in_fp32
     elif layout.stage == 3:
         # One layer at work and the next on its way, weights and gradients of each.
-        weights, gradients = min(gathered, 2 * widest), itemsize + min(gathered, widest)
+        weights, gradients = min(gathered, 2 * widest), in_fp32 + min(gathered, widest)
     else:
         whole = sum(p.numel() for p in runner.parameters.values()) * 4
-        weights, gradients = gathered, itemsize + (whole if layout.stage == 1 else widest)
+        weights, gradients = gathered, in_fp32 + (whole if layout.stage == 1 else widest)
     numbers = [int(number) for part in runner.parts for number in part.layers]
     return RankMemory(
         rank=mesh.rank,
@@ -145,9 +145,9 @@ def own_memory(config: Config, runner: Runner) -> RankMemory:
         parameters=elements,
         counted=sum(shard.local.numel() for shard in shards if shard.owns_norm),
         weight_bytes=weights,
-        master_bytes=itemsize if separate else 0,
+        master_bytes=in_fp32 if separate else 0,
         gradient_bytes=gradients,
-        moment_bytes=2 * itemsize,
+        moment_bytes=2 * in_fp32,
         activation_bytes=int(_activation_bytes(config, mesh.place["pp"])),
     )
 

@@ -155,10 +155,7 @@ class ParamTable:
 
     def count(self) -> int:
         """Numbers in all parameters; one that is tied counts once."""
-        return sum(row.numel * self._times(row) for row in self.rows)
-
-    def _times(self, row: Param) -> int:
-        return self.num_layers if row.in_every_layer else 1
+        return sum(row.numel for _, row in self)
 
     def layer(self) -> list[Param]:
         """The rows of one layer."""
