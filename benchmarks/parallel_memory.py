@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fourfold.config import Config
 from fourfold.config.batch_schedule import BatchSchedule
-from fourfold.engine import Engine
+from fourfold.engine import Engine, build_engine
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.fsdp import sharded_modules
 from fourfold.shards import local
@@ -157,7 +157,7 @@ def measure(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
     """One step as any, one that is watched."""
     give_memory_back()
     before = resident_memory()
-    engine = Engine(config, ranks)
+    engine = build_engine(config, ranks)
     run_step(engine, 0)
     figures: dict[str, Any] = {"sizes": sizes_of(engine)}
     calls = 0

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.config import Config
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.model import GPT, ModelShape, initialize
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 8192
@@ -101,7 +101,7 @@ def start_teams(desk: Desk) -> dict[str, Ranks]:
 
 
 def engine_steps(config: Config, world: int) -> Iterator[None]:
-    engine, step = Engine(config, world), 0
+    engine, step = build_engine(config, world), 0
     while True:
         run_step(engine, step)
         step += 1

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from fourfold.config import Config
 from fourfold.cost.workload import spread_of
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.mesh import Layout
 from fourfold.parallel import preload
 from fourfold.plan import Candidate, candidate_of, plan
@@ -162,7 +162,7 @@ def measure(cases: dict[str, Case], rounds: int) -> None:
 def steps(config: Config, world: int) -> Iterator[float]:
     """A step a turn; the first one gives the most bytes of tensors that were alive at once."""
     with Alive() as alive:
-        engine = Engine(config, world)
+        engine = build_engine(config, world)
         run_step(engine, 0)
     yield alive.most
     for step in count(1):

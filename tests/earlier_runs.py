@@ -22,7 +22,7 @@ from ranks import on_ranks
 
 from fourfold import checkpoint
 from fourfold.config import load_config
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.metrics import read_jsonl
 
 FOLDER = Path(__file__).parent / "fixtures" / "earlier"
@@ -83,7 +83,7 @@ def train(case: str, into: Path) -> None:
     os.chdir(into)
 
     def fit(rank: int) -> None:
-        Engine(load_config(Path("run.yaml"), overrides, world_size=world), world).fit()
+        build_engine(load_config(Path("run.yaml"), overrides, world_size=world), world).fit()
 
     on_ranks(world, fit)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from fourfold.config import Config, load_config
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.tokenizer import Tokenizer, train
 from fourfold.tools.prepare.pipeline import prepare
 
@@ -86,5 +86,5 @@ def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320) -> Tex
             }
         )
     )
-    Engine(run.load()).fit()
+    build_engine(run.load()).fit()
     return run

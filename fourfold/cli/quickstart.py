@@ -30,7 +30,7 @@ def quickstart(
 ) -> None:
     """Train a small GPT on the text every Python installation carries, and let it write."""
     from fourfold.config import load_config
-    from fourfold.engine import Engine
+    from fourfold.engine import build_engine
     from fourfold.generate.module import GenerationModule
 
     places = [
@@ -40,7 +40,7 @@ def quickstart(
     ]
     resolved = load_config(config, [*places, *(override or [])])
     make_data(directory, resolved.Model.vocab_size, max_mb)
-    engine = Engine(resolved)
+    engine = build_engine(resolved)
     engine.fit()
     if engine.step < resolved.Engine.max_steps:
         print("Stopped before the end; the same command goes on from here.")

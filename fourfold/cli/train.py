@@ -145,9 +145,9 @@ def fit_here(
     config: Config, expected: Prediction | None, world_size: int, *, save: bool = True
 ) -> None:
     """One process, or one of those a launcher started."""
-    from fourfold.engine import Engine
+    from fourfold.engine import build_engine
 
-    Engine(config, world_size, expected).fit(save=save)
+    build_engine(config, world_size, expected).fit(save=save)
 
 
 def fit_in_processes(
@@ -161,7 +161,7 @@ def fit_in_processes(
 ) -> int:
     """All processes of one machine, started and watched by this one; the exit code."""
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
-    from fourfold.engine import Engine
+    from fourfold.engine import build_engine
     from fourfold.engine.lock import claim
     from fourfold.launch.supervisor import supervise
     from fourfold.parallel import layout_of, preload
@@ -174,7 +174,7 @@ def fit_in_processes(
         hang_seconds = config.Distributed.timeout_seconds
     try:
         return supervise(
-            lambda: Engine(config, nproc, expected).fit(save=save),
+            lambda: build_engine(config, nproc, expected).fit(save=save),
             nproc,
             output_dir / "logs",
             max_restarts=max_restarts,

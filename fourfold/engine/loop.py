@@ -15,14 +15,13 @@ from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
 from fourfold.engine.banner import describe
-from fourfold.engine.lock import Claim, claim
+from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
-from fourfold.engine.run_data import open_run_data
+from fourfold.engine.run_data import RunData
 from fourfold.errors import DataError, UserError
-from fourfold.mesh import connect, select_device
-from fourfold.metrics import Meter, Sinks, plot_losses
+from fourfold.metrics import Meter, Sinks, StepOutcome, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
-from fourfold.parallel import Runner, layout_of, parallelize
+from fourfold.parallel import Runner
 from fourfold.parallel.precision import (
     slow_attention_notice,
     slow_dtype_notice,
@@ -37,47 +36,36 @@ class Engine:
     """A run: model, data, optimizer and the place they are saved to."""
 
     def __init__(
-        self, config: Config, world_size: int = 1, expected: Prediction | None = None
+        self,
+        config: Config,
+        data: RunData,
+        runner: Runner,
+        optimizer: Optimizer,
+        claim: Claim | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
-        """`expected` is what a plan said of this run; it is compared with what happens."""
-        heartbeat.beat(0, "start")
+        """Of what `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
-        self.expected = expected
+        self.data = data
+        self.runner = runner
+        self.optimizer = optimizer
+        self.claim = claim
+        self.prediction = prediction
+        self.mesh, self.device = runner.mesh, runner.device
+        self.layout = runner.mesh.layout
+        self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
         self.pace = config.pace
         self.output_dir = Path(config.Engine.save_load.output_dir)
-        self.layout = layout_of(config)
-        self.layout.check(world_size)
-        self.device = select_device(config.Global.device)
-        timeout = config.Distributed.timeout_seconds
-        self.mesh = connect(self.layout, self.device, timeout)
-        self.crew = RankGroup.of(self.mesh, timeout)
-        # Rank 0 makes the index caches, the others then find them.
-        self.data = self.mesh.in_turn(
-            lambda: open_run_data(
-                config, self.layout, self.mesh.data_rank, checked=self.mesh.rank != 0
-            )
-        )
-        self.claim = self.mesh.together(self._claim)
-        self.runner = parallelize(config, self.mesh, self.device)
-        self.optimizer = build_optimizer(config, self.runner)
         self.schedule = build_schedule(config)
         self.loss_scale = (
             LossScale(config.Engine.mix_precision.scale_loss)
-            if self.runner.precision.scales_loss
+            if runner.precision.scales_loss
             else None
         )
         self.guard = NonFiniteGuard(config.Engine.max_skipped_steps)
         self.step = 0
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
-        self.notices = [*config.notices, *self.data.notices]
-
-    def _claim(self) -> Claim | None:
-        """Before memory is taken that a run at work in the same directory may need."""
-        if self.mesh.rank > 0:
-            return None
-        held = claim(self.output_dir)
-        held.keep()
-        return held
+        self.notices = [*config.notices, *data.notices]
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -94,9 +82,9 @@ class Engine:
             if save and self.mesh.rank == 0:
                 self.notices += self.data.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
-            saving.resume(self)
+            self.resume()
             if save:
-                saving.check_room(self)
+                self.notices += saving.check_room(self)
             watch = self._open_instruments(closing)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
@@ -111,6 +99,19 @@ class Engine:
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
 
+    def resume(self) -> None:
+        """Continue from the run's own last checkpoint, or start from the one it names, if any."""
+        restored = saving.resume(self)
+        if restored is None:
+            return
+        self.step = restored.step
+        self.guard.skipped = restored.skipped_updates
+        if self.loss_scale is not None and restored.loss_scale is not None:
+            self.loss_scale = restored.loss_scale
+        if not restored.is_weights_only:
+            self.saves.last_good = restored.path
+        self.notices += restored.notices
+
     def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
         """All steps to the last, or to a stop; whether it was one."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
@@ -123,7 +124,7 @@ class Engine:
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
-            self._end_step(watch, loss, norm)
+            watch.end_step(self._outcome(loss, norm))
             if self.guard.gave_up:
                 saved = saving.save_what_is_left(self, meter, sinks, stop)
                 raise self.guard.failure(self.step, saved)
@@ -227,7 +228,7 @@ class Engine:
         """Monitoring; says everything the run derived before its first step."""
         config, precision = self.config, self.runner.precision
         watch = Monitoring(
-            config, self.mesh, self.device, precision, self.step, closing, self.expected
+            config, self.mesh, self.device, precision, self.step, closing, self.prediction
         )
         lists = config.Engine.mix_precision
         if precision.level:
@@ -241,13 +242,13 @@ class Engine:
         ]
         self.notices += filter(None, slow)
         plan = describe(config, self.layout, self.runner, self.data, watch.peak_reason)
-        predicted = [] if self.expected is None else [self.expected.line()]
+        predicted = [] if self.prediction is None else [self.prediction.line()]
         for line in [*self.notices, *plan, *predicted]:
             watch.sinks.notice(line)
         return watch
 
-    def _end_step(self, watch: Monitoring, loss: float, norm: float) -> None:
-        watch.end_step(
+    def _outcome(self, loss: float, norm: float) -> StepOutcome:
+        return StepOutcome(
             step=self.step,
             epoch=self._epoch(),
             batch=self.step - 1,
@@ -268,20 +269,6 @@ class Engine:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def build_optimizer(config: Config, runner: Runner) -> Optimizer:
-    """The configured optimizer over the fp32 weights of this rank."""
-    section = config.Optimizer
-    return Optimizer(
-        runner.masters,
-        decayed={k for k, one in runner.shards.items() if runner.table[one.name].weight_decay},
-        weight_decay=section.weight_decay,
-        betas=(section.adam_beta1, section.adam_beta2),
-        epsilon=section.adam_epsilon,
-        grad_clip=section.grad_clip,
-        tensor_fusion=config.Fused.tensor_fusion,
-    )
 
 
 # -- the guard before every update ----------------------------------------------------------------

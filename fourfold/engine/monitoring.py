@@ -23,6 +23,7 @@ from fourfold.metrics import (
     ProfilerWindow,
     Sinks,
     Step,
+    StepOutcome,
     Stragglers,
     compare_ranks,
     open_sinks,
@@ -49,7 +50,7 @@ class Monitoring:
         precision: Precision,
         done_steps: int,
         closing: ExitStack,
-        expected: Prediction | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         self.mesh = mesh
         self.on_cpu = device.type == "cpu"
@@ -81,16 +82,16 @@ class Monitoring:
         self.profiler = _profiler(config, mesh, self.sinks)
         closing.callback(self.profiler.close)
         self.stragglers = Stragglers()
-        self.comparison = None if expected is None else PredictionCheck(expected)
+        self.comparison = None if prediction is None else PredictionCheck(prediction)
         self.reported_step = done_steps
         self.waited_before = waited.copy()
 
-    def end_step(self, **fields: Any) -> None:
+    def end_step(self, outcome: StepOutcome) -> None:
         """Close the step; at the end of a logging window, record it."""
-        record = self.meter.end_step(**fields)
+        record = self.meter.end_step(outcome)
         if self.mesh.rank == 0:
             # The others print no line that would take these up.
-            self.style.take_loss(fields["loss"])
+            self.style.take_loss(outcome.loss)
         if record is not None and self.comparison is not None:
             self.comparison.take(record)
         if record is not None:

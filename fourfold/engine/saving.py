@@ -145,7 +145,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
 def _save_once(run: Engine, in_background: bool) -> None:
     tensors = tensors_to_save(run.runner, run.optimizer)
     keep_last = run.config.Engine.save_load.keep_last
-    given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.crew)
+    given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.ranks)
     if in_background:
         run.saves.pending = checkpoint.begin_save(*given)
         run.saves.pending_step = run.step
@@ -187,46 +187,50 @@ def _tell_failure(run: Engine, sinks: Sinks, step: int, reason: str, final: bool
 # --- before the first one ---------------------------------------------------------------------
 
 
-def check_room(run: Engine) -> None:
+def check_room(run: Engine) -> list[str]:
     """Compare what the run is going to save with the room there is; a collective.
 
-    All ranks write to one file system, so it is the sum of their parts that must fit.
+    All ranks write to one file system, so it is the sum of their parts that must fit. Where it does
+    for a checkpoint, but not for all that are to come, that is a notice.
     """
     (written,) = run.mesh.total(bytes_to_save(run.runner, run.optimizer))
-    problem = None
+    problem, notices = None, list[str]()
     if run.mesh.rank == 0:
         # What cannot be asked now is told by the first save.
         with suppress(OSError):
-            problem = _room_problem(run, int(written * OVERHEAD))
+            problem, notices = _room_problem(run, int(written * OVERHEAD))
     if told := run.mesh.agree(problem):
         raise UserError(told)
+    return notices
 
 
-def _room_problem(run: Engine, one: int) -> str | None:
-    """Why the run cannot save at all; that it may not save all it should is a notice."""
+def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
+    """Why the run cannot save at all, and what it should know if it can."""
     section, step = run.config.Engine.save_load, run.step
     every = section.save_steps if section.save_steps > 0 else run.config.Engine.max_steps
     to_come = -(-run.config.Engine.max_steps // every) - step // every
     if step >= run.config.Engine.max_steps:
-        return None
+        return None, []
     free = checkpoint.free_bytes(run.output_dir)
     has = f"{run.output_dir} has {free / 1e9:.3f} GB free"
     if free < one:
-        return (
+        problem = (
             f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
             "Engine.save_load.output_dir to a larger disk"
         )
+        return problem, []
     here = len(checkpoint.candidates(run.output_dir))
     # A new one is written before the oldest is removed.
     more = max(section.keep_last + 1 - here, 1) if section.keep_last else to_come
-    if free < (needed := min(more, to_come) * one):
-        run.notices.append(
-            f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
-            f"{min(more, to_come)} checkpoints of {one / 1e9:.3f} GB "
-            f"(Engine.save_load.keep_last={section.keep_last}); saves will fail unless there is "
-            "more room or fewer are kept"
-        )
-    return None
+    if free >= (needed := min(more, to_come) * one):
+        return None, []
+    notice = (
+        f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
+        f"{min(more, to_come)} checkpoints of {one / 1e9:.3f} GB "
+        f"(Engine.save_load.keep_last={section.keep_last}); saves will fail unless there is "
+        "more room or fewer are kept"
+    )
+    return None, [notice]
 
 
 def _state(run: Engine) -> dict[str, Any]:
@@ -243,67 +247,84 @@ def _state(run: Engine) -> dict[str, Any]:
     }
 
 
-def resume(run: Engine) -> None:
-    """Go on with the run's own last checkpoint, or start from the one it names, if there is one.
+# --- resuming ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run continues with beside its tensors, which are filled in place."""
+
+    path: str  # of the checkpoint
+    notices: list[str]
+    is_weights_only: bool = False  # then everything but the weights begins anew
+    step: int = 0
+    skipped_updates: int = 0
+    loss_scale: LossScale | None = None
+
+
+def resume(run: Engine) -> Restored | None:
+    """Fill the run's tensors from its own last checkpoint or from the one it names, if any.
 
     Rank 0 decides which: the others may look before or after something changed on the disk.
     """
-    checkpoint.check_shared(run.output_dir, run.crew)
-    decision = run.mesh.together(lambda: _decide(run) if run.mesh.rank == 0 else None)
-    kind, _, where = (run.mesh.agree(decision) or "").partition(":")
-    if not where:
-        return
-    path = _take_weights(run, where) if kind == "weights" else _go_on(run, where)
+    checkpoint.check_shared(run.output_dir, run.ranks)
+    chosen = run.mesh.together(lambda: _choose(run) if run.mesh.rank == 0 else None)
+    where = run.mesh.agree(None if chosen is None else str(chosen[0]))
+    weights_only = run.mesh.agree("weights only" if chosen is not None and chosen[1] else None)
+    if where is None:
+        return None
+    restored = _take_weights(run, where) if weights_only else _continue(run, where)
     sync_tied_copy(run.runner, run.optimizer)
-    check_replicas(run.runner, f"after loading {path}")
+    check_replicas(run.runner, f"after loading {restored.path}")
+    return restored
 
 
-def _decide(run: Engine) -> str:
-    """What kind of checkpoint to start from, and where."""
+def _choose(run: Engine) -> tuple[Path, bool] | None:
+    """Where to start from, and whether there are only weights."""
     try:
         found = _source(run.config, run.output_dir)
-        kind = "weights" if found is not None and _holds_weights_only(found) else "run"
+        return None if found is None else (found, _holds_weights_only(found))
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
-    return f"{kind}:{found or ''}"
 
 
-def _go_on(run: Engine, where: str) -> Path:
-    tensors = tensors_to_load(run.runner, run.optimizer)
+def _continue(run: Engine, where: str) -> Restored:
+    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(where, tensors, run.notices.append, "", run.crew, hashes)
-    consumed = run.pace.consumed(int(state["step"]))
+    path, state = checkpoint.resume(where, tensors, notices.append, "", run.ranks, hashes)
+    step, consumed = int(state["step"]), run.pace.consumed(int(state["step"]))
     if state["consumed_samples"] != consumed:
         raise UserError(
-            f"{path} was written after {state['consumed_samples']} samples in "
-            f"{state['step']} steps, which this configuration reaches after {consumed}; resume "
-            "with the global_batch_size and rampup it was trained with"
+            f"{path} was written after {state['consumed_samples']} samples in {step} steps, which "
+            f"this configuration reaches after {consumed}; resume with the global_batch_size and "
+            "rampup it was trained with"
         )
-    about_data = run.data.restore(state, int(state["consumed_samples"]), str(path))
-    run.step = int(state["step"])
+    about_data = run.data.restore(state, consumed, str(path))
     run.optimizer.restore_updates(int(state["optimizer_updates"]))
-    run.guard.skipped = int(state["skipped_updates"])
-    if run.loss_scale and state["loss_scale"]:
-        run.loss_scale = LossScale(**state["loss_scale"])
-    run.notices += [f"resumed from {path} at step {run.step}", *about_data]
-    run.saves.last_good = str(path)
-    return path
+    scale = state["loss_scale"]
+    return Restored(
+        str(path),
+        [*notices, f"resumed from {path} at step {step}", *about_data],
+        step=step,
+        skipped_updates=int(state["skipped_updates"]),
+        loss_scale=LossScale(**scale) if scale else None,
+    )
 
 
-def _take_weights(run: Engine, where: str) -> Path:
+def _take_weights(run: Engine, where: str) -> Restored:
     """Step 0 with the weights of a converted checkpoint; moments and data begin anew."""
-    tensors = tensors_to_load(run.runner, run.optimizer)
-    weights = {name: piece for name, piece in tensors.items() if name.startswith("model.")}
+    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
+    weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(where, weights, run.notices.append, "model.", run.crew, hashes)
-    run.notices += check_checkpoint_tokenizer(
+    path, state = checkpoint.resume(where, weights, notices.append, "model.", run.ranks, hashes)
+    notices += check_checkpoint_tokenizer(
         state.get("tokenizer"),
         run.data.sources,
         str(path),
         run.config.Data.dataset.allow_tokenizer_mismatch,
     )
-    run.notices.append(f"starting at step 0 with the weights of {path}")
-    return path
+    notices.append(f"starting at step 0 with the weights of {path}")
+    return Restored(str(path), notices, is_weights_only=True)
 
 
 def _source(config: Config, output_dir: Path) -> Path | None:

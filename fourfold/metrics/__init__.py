@@ -6,7 +6,15 @@ knows how a step is run. rich, matplotlib, tensorboard and wandb are imported wh
 """
 
 from fourfold.metrics.jsonl import read_jsonl
-from fourfold.metrics.meter import Meter, OwnTimes, RankTimes, Step, Stragglers, compare_ranks
+from fourfold.metrics.meter import (
+    Meter,
+    OwnTimes,
+    RankTimes,
+    Step,
+    StepOutcome,
+    Stragglers,
+    compare_ranks,
+)
 from fourfold.metrics.peaks import peak_flops
 from fourfold.metrics.plot import plot_losses
 from fourfold.metrics.profiler import ProfilerWindow
@@ -20,6 +28,7 @@ __all__ = [
     "RankTimes",
     "Sinks",
     "Step",
+    "StepOutcome",
     "Stragglers",
     "compare_ranks",
     "open_sinks",

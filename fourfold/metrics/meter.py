@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
-from typing import SupportsFloat
 
 import torch
 from torch.profiler import record_function
@@ -31,17 +30,23 @@ PROFILER_PREFIX = "fourfold/"
 
 
 @dataclass(frozen=True)
-class Step:
-    """One training record: the last step of a window, and means over the window."""
+class StepOutcome:
+    """What the loop knows of a step when it ends."""
 
     step: int  # global, the first is 1
     epoch: int
     batch: int  # the first is 0
     loss: float
     learning_rate: float  # of the next step, as FleetX logs it
-    grad_norm: float | None
-    loss_scale: float | None
-    skipped: int  # updates skipped so far
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: int = 0  # updates skipped so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(StepOutcome):
+    """One training record: the last step of a window, and means over the window."""
+
     global_batch_size: int  # of this step
     samples: int  # seen so far, by all ranks
     tokens: int  # the same
@@ -113,27 +118,12 @@ class Meter:
             self._in_phase = False
             self._phase_seconds[phase] += self._clock() - start
 
-    def end_step(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        batch: int,
-        loss: SupportsFloat,
-        learning_rate: float,
-        grad_norm: SupportsFloat | None = None,
-        loss_scale: float | None = None,
-        skipped: int = 0,
-    ) -> Step | None:
-        """The record of the window that ends here, or None when `step` is not to be logged.
-
-        Loss and norm may be tensors: they are read, which waits for the device, only when logged.
-        """
+    def end_step(self, outcome: StepOutcome) -> Step | None:
+        """The record of the window that ends here, or None when the step is not to be logged."""
+        step = outcome.step
         self._window_steps += 1
         if step % self.logging_freq != 0:
             return None
-        loss = float(loss)
-        grad_norm = None if grad_norm is None else float(grad_norm)
         steps = self._window_steps
         seconds, batch_seconds = self._close_window()
         # A clock too coarse to see the step has no rate to tell; 0 keeps every sink readable.
@@ -143,14 +133,7 @@ class Meter:
         ips_total = steps_per_second * window_samples / steps * self.seq_len
         host, device = host_memory(), device_memory()
         return Step(
-            step=step,
-            epoch=epoch,
-            batch=batch,
-            loss=loss,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            loss_scale=loss_scale,
-            skipped=skipped,
+            **vars(outcome),
             global_batch_size=self.pace.batch_of(step - 1),
             samples=samples,
             tokens=samples * self.seq_len,

@@ -25,7 +25,7 @@ from fourfold.cost.memory import stage_parameters
 from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of
 from fourfold.engine.banner import RankMemory, in_bytes, own_memory
-from fourfold.engine.loop import build_optimizer
+from fourfold.engine.setup import build_optimizer
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT

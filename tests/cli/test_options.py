@@ -29,7 +29,7 @@ from fourfold.cli import app, main
 from fourfold.cli.plan import MODES, PLANNED
 from fourfold.cli.quickstart import make_data
 from fourfold.config import Config, load_config
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 
 LOGS = Path(__file__).parents[1] / "metrics"
 MEGATRON = Path(__file__).parents[1] / "fixtures" / "megatron_single"
@@ -316,7 +316,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values["Engine"] |= {"max_steps": 6}
     values["Engine"]["save_load"] = {"output_dir": str(directory / "steps"), "save_steps": 0}
     (directory / "steps.yaml").write_text(yaml.safe_dump(values))
-    Engine(load_config(directory / "steps.yaml")).fit()
+    build_engine(load_config(directory / "steps.yaml")).fit()
     texts = sentences(20, seed=2)
     lines = [json.dumps({"text": text, "title": text.split()[0]}) for text in texts]
     (directory / "texts.jsonl").write_text("\n".join(lines) + "\n")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fourfold import checkpoint
 from fourfold.cli import app
 from fourfold.convert import convert
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.errors import CheckpointError
 from fourfold.tokenizer import END_OF_TEXT, Tokenizer, train
 
@@ -38,7 +38,7 @@ def test_a_run_keeps_its_tokenizer_so_an_export_finds_it_from_anywhere(
     output = tmp_path / "output"
     changes = ["Engine.max_steps=1", f"Engine.save_load.output_dir={output}"]
     monkeypatch.chdir(run.directory)
-    Engine(run.load(*changes, "Global.tokenizer=tokenizer.json")).fit()
+    build_engine(run.load(*changes, "Global.tokenizer=tokenizer.json")).fit()
     monkeypatch.chdir(tmp_path)
     done = convert(output, "hf", "hf")
     assert done.has_tokenizer and not done.notes
@@ -51,7 +51,7 @@ def test_a_tokenizer_that_lies_in_the_output_directory_is_not_replaced(
 ) -> None:
     output = tmp_path / "output"
     mine = Tokenizer.load(other).save(output / "tokenizer.json").read_bytes()
-    Engine(run.load("Engine.max_steps=1", f"Engine.save_load.output_dir={output}")).fit()
+    build_engine(run.load("Engine.max_steps=1", f"Engine.save_load.output_dir={output}")).fit()
     assert (output / "tokenizer.json").read_bytes() == mine
     # Nor is it taken for the model's: the one the run named is.
     convert(output, tmp_path / "hf", "hf")

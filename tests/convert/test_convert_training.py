@@ -12,7 +12,7 @@ from fourfold import checkpoint
 from fourfold.cli import app
 from fourfold.config import Config, load_config
 from fourfold.convert import convert, load_foreign
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.errors import DataError
 from fourfold.tokenizer import train
 from fourfold.tools.prepare.pipeline import prepare
@@ -60,7 +60,7 @@ def configured(imported: Path, *overrides: str) -> Config:
 
 def test_training_goes_on_from_the_imported_weights(imported: Path) -> None:
     still = ["Optimizer.lr.max_lr=0.0", "Optimizer.lr.min_lr=0.0"]
-    Engine(configured(imported, *still)).fit()
+    build_engine(configured(imported, *still)).fit()
     run = imported.parent / "run"
     with load_foreign(imported) as first, load_foreign(run / "step_2") as trained:
         expected, found = dict(first.tensors()), dict(trained.tensors())
@@ -69,12 +69,12 @@ def test_training_goes_on_from_the_imported_weights(imported: Path) -> None:
 
 
 def test_two_steps_learn_and_are_resumed(imported: Path, capsys: pytest.CaptureFixture) -> None:
-    Engine(configured(imported, "Optimizer.lr.max_lr=0.01")).fit()
+    build_engine(configured(imported, "Optimizer.lr.max_lr=0.01")).fit()
     assert "starting at step 0 with the weights of" in capsys.readouterr().out
     with load_foreign(imported) as first, load_foreign(imported.parent / "run") as trained:
         before, after = dict(first.tensors()), dict(trained.tensors())
     assert not any(torch.equal(before[name], after[name]) for name in before if "qkv" in name)
-    Engine(configured(imported, "Engine.max_steps=3")).fit()
+    build_engine(configured(imported, "Engine.max_steps=3")).fit()
     assert "at step 2" in capsys.readouterr().out
     assert checkpoint.read_state(imported.parent / "run" / "step_3")["step"] == 3
 
@@ -83,7 +83,7 @@ def test_data_of_another_tokenizer_is_refused(imported: Path) -> None:
     other = train(["entirely different words about nothing in particular"] * 9, 265)
     prepare(TEXTS, imported.parent / "data" / "text_document", other)
     with pytest.raises(DataError, match="another tokenizer"):
-        Engine(configured(imported, "Global.tokenizer=None")).fit()
+        build_engine(configured(imported, "Global.tokenizer=None")).fit()
 
 
 def test_generate_reads_it(imported: Path) -> None:

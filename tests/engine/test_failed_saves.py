@@ -19,7 +19,7 @@ from tiny_run import Configure
 from fourfold import checkpoint
 from fourfold.checkpoint import writing
 from fourfold.checkpoint.rendezvous import SaveRendezvous
-from fourfold.engine import Engine, saving
+from fourfold.engine import Engine, build_engine, saving
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import read_jsonl
 
@@ -66,7 +66,7 @@ def test_a_save_that_fails_once_is_tried_again(
     configure: Configure, disk: Disk, tmp_path: Path
 ) -> None:
     disk.fails = lambda number: number == 2
-    Engine(configure("run", "Engine.save_load.keep_last=0")).fit()
+    build_engine(configure("run", "Engine.save_load.keep_last=0")).fit()
     assert steps(tmp_path / "run") == {"step_2", "step_4", "step_6", "step_8"}
     assert "WARNING cannot save checkpoint" in told(tmp_path / "run")
     assert "Trying again in 0.01 s" in told(tmp_path / "run")
@@ -79,7 +79,7 @@ def test_a_run_goes_on_past_a_save_that_fails(
     # Three times step 4, or step 4 once in the background, where it is not tried again.
     disk.fails = lambda number: number in ((2,) if in_background == "True" else (2, 3, 4))
     overrides = ["Engine.save_load.keep_last=0", f"Engine.save_load.async_save={in_background}"]
-    Engine(configure("run", *overrides)).fit()
+    build_engine(configure("run", *overrides)).fit()
     assert steps(tmp_path / "run") == {"step_2", "step_6", "step_8"}
     text = told(tmp_path / "run")
     assert f"ERROR cannot save checkpoint {tmp_path}/run/step_4: [Errno 28] No space left" in text
@@ -94,7 +94,7 @@ def test_it_stops_after_the_stated_number_of_failures_in_a_row(
     configure: Configure, disk: Disk, tmp_path: Path
 ) -> None:
     disk.fails = lambda number: number > 1
-    engine = Engine(configure("run", "Engine.save_load.max_failed_saves=2"))
+    engine = build_engine(configure("run", "Engine.save_load.max_failed_saves=2"))
     with pytest.raises(CheckpointError) as caught:
         engine.fit()
     assert engine.step == 6
@@ -107,7 +107,7 @@ def test_with_0_it_goes_on_but_the_last_save_must_succeed(
 ) -> None:
     disk.fails = lambda number: number > 1
     disk.error = errno.EIO
-    engine = Engine(configure("run", "Engine.save_load.max_failed_saves=0"))
+    engine = build_engine(configure("run", "Engine.save_load.max_failed_saves=0"))
     with pytest.raises(UserError) as caught:
         engine.fit()
     assert engine.step == 8 and steps(tmp_path / "run") == {"step_2"}
@@ -129,7 +129,7 @@ def test_a_request_to_stop_ends_the_waiting(
         return number == 1
 
     disk.fails = fails
-    engine = Engine(configure("run", "Engine.max_steps=100000"))
+    engine = build_engine(configure("run", "Engine.max_steps=100000"))
     engine.fit()
     assert engine.step == 3 and steps(tmp_path / "run") == {"step_3"}
     assert "stopped by SIGTERM at step 3; the run is saved" in told(tmp_path / "run")
@@ -153,7 +153,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def diverging(configure: Configure, *overrides: str) -> Engine:
     """A run whose loss is not a number in its third step, which is once too often."""
-    engine = Engine(configure("run", "Engine.max_skipped_steps=1", *overrides))
+    engine = build_engine(configure("run", "Engine.max_skipped_steps=1", *overrides))
     run = engine.runner.run
 
     def diverge(batch: Any, step: int, scale: float = 1.0) -> torch.Tensor:
@@ -184,7 +184,7 @@ def test_a_run_that_gives_up_on_a_full_disk_gives_both_reasons(
 def test_an_error_lets_the_save_under_way_come_to_its_end(
     configure: Configure, slow_writes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(configure("run", "Engine.save_load.async_save=True"))
+    engine = build_engine(configure("run", "Engine.save_load.async_save=True"))
     run = engine.runner.run
 
     def failing(batch: Any, step: int, scale: float = 1.0) -> torch.Tensor:
@@ -210,7 +210,7 @@ TWO = (
 
 def on_two(configure: Configure, work: Callable[[Engine], Any], *overrides: str) -> list[Any]:
     def run(rank: int) -> Any:
-        engine = Engine(configure("run", *TWO, *overrides, world_size=2), 2)
+        engine = build_engine(configure("run", *TWO, *overrides, world_size=2), 2)
         try:
             return work(engine)
         except UserError as error:
@@ -262,7 +262,7 @@ def test_an_output_directory_that_is_not_shared_is_refused_before_the_first_step
 ) -> None:
     def work(rank: int) -> str:
         config = configure(f"of_rank_{rank}", *TWO, world_size=2)
-        engine = Engine(config, 2)
+        engine = build_engine(config, 2)
         with pytest.raises(UserError) as caught:
             engine.fit()
         return str(caught.value)
@@ -304,7 +304,7 @@ def test_too_little_room_for_what_is_kept_is_a_notice(
     warned: bool,
 ) -> None:
     """The run saves four times; of a checkpoint `fit` would find room."""
-    engine = Engine(configure("run", f"Engine.save_load.keep_last={keep_last}"))
+    engine = build_engine(configure("run", f"Engine.save_load.keep_last={keep_last}"))
     one = saving.bytes_to_save(engine.runner, engine.optimizer) * saving.OVERHEAD
     monkeypatch.setattr(checkpoint, "free_bytes", lambda place: int(fit * one))
     engine.fit()
@@ -315,7 +315,7 @@ def test_too_little_room_for_what_is_kept_is_a_notice(
 def test_no_room_for_a_single_checkpoint_is_refused(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(configure("run"))
+    engine = build_engine(configure("run"))
     monkeypatch.setattr(checkpoint, "free_bytes", lambda place: 1000)
     with pytest.raises(UserError, match=r"takes .* GB and .* has 0\.000 GB free; make room"):
         engine.fit()
@@ -325,19 +325,19 @@ def test_no_room_for_a_single_checkpoint_is_refused(
 def test_a_run_that_saves_nothing_needs_no_room(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(configure("run"))
+    engine = build_engine(configure("run"))
     monkeypatch.setattr(checkpoint, "free_bytes", lambda place: 1000)
     engine.fit(save=False)
     assert engine.step == 8
 
 
 def test_hashing_can_be_turned_off(configure: Configure, tmp_path: Path) -> None:
-    Engine(configure("run", "Engine.max_steps=2")).fit()
+    build_engine(configure("run", "Engine.max_steps=2")).fit()
     (path,) = (tmp_path / "run" / "step_2").glob("model-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="is corrupted"):
-        saving.resume(Engine(configure("run")))
-    trusting = Engine(configure("run", "Engine.save_load.verify_hashes=False"))
-    saving.resume(trusting)
+        build_engine(configure("run")).resume()
+    trusting = build_engine(configure("run", "Engine.save_load.verify_hashes=False"))
+    trusting.resume()
     assert trusting.step == 2

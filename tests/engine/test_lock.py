@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_run import Configure, exit_status, start_child
 
-from fourfold.engine import Engine, lock
+from fourfold.engine import build_engine, lock
 from fourfold.engine.lock import claim
 from fourfold.errors import UserError
 
@@ -155,10 +155,10 @@ def test_a_run_refuses_a_directory_in_use_before_it_takes_anything(
     process = Holder(tmp_path / "run")
     try:
         with pytest.raises(UserError, match=f"process {process.pid} on"):
-            Engine(configure("run"))
+            build_engine(configure("run"))
     finally:
         process.kill()
-    engine = Engine(configure("run", "Engine.max_steps=1"))
+    engine = build_engine(configure("run", "Engine.max_steps=1"))
     engine.fit()
     assert not engine.claim.is_held
 

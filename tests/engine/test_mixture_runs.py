@@ -13,7 +13,7 @@ from tiny_run import FIXTURE, Configure
 
 from fourfold import checkpoint
 from fourfold.data import Mixture
-from fourfold.engine import Engine
+from fourfold.engine import Engine, build_engine
 from fourfold.errors import ConfigError, DataError, UserError
 from fourfold.tokenizer import Tokenizer, train
 from fourfold.tools.prepare.pipeline import prepare
@@ -36,7 +36,7 @@ def mixing(first: float, second: float) -> str:
 
 
 def run(configure: Configure, name: str, *overrides: str) -> Engine:
-    engine = Engine(configure(name, *overrides))
+    engine = build_engine(configure(name, *overrides))
     engine.fit()
     return engine
 
@@ -165,15 +165,15 @@ def test_data_of_another_tokenizer_is_refused_unless_allowed(
 ) -> None:
     run(configure, "good", *using(prepared, "one", "one"))
     with pytest.raises(DataError, match=r"another tokenizer .*Global.tokenizer=.*other") as caught:
-        Engine(configure("bad", *using(prepared, "one", "other")))
+        build_engine(configure("bad", *using(prepared, "one", "other")))
     assert "allow_tokenizer_mismatch=True" in str(caught.value)
     allowed = "Data.dataset.allow_tokenizer_mismatch=True"
-    engine = Engine(configure("bad", *using(prepared, "one", "other"), allowed))
+    engine = build_engine(configure("bad", *using(prepared, "one", "other"), allowed))
     assert any("another tokenizer" in notice for notice in engine.notices)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_mentioned(prepared: Path, configure: Configure) -> None:
-    engine = Engine(configure("run", *using(prepared, "one", "nowhere")))
+    engine = build_engine(configure("run", *using(prepared, "one", "nowhere")))
     assert any("Global.tokenizer is unknown" in notice for notice in engine.notices)
 
 
@@ -182,7 +182,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(
 ) -> None:
     small = "Model.vocab_size=299"
     with pytest.raises(DataError, match=r"300 tokens, more than Model.vocab_size=299"):
-        Engine(configure("run", *using(prepared, "other"), small))
+        build_engine(configure("run", *using(prepared, "other"), small))
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused_unless_allowed(
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_unless_allowed(
 def test_sources_of_two_tokenizers_are_refused(prepared: Path, configure: Configure) -> None:
     mix = f"Data.dataset.input_dir=1 {prepared / 'one'} 1 {prepared / 'other'}"
     with pytest.raises(DataError, match="so the same id means two things"):
-        Engine(configure("run", mix, "Data.dataset.eos_token_id=null"))
+        build_engine(configure("run", mix, "Data.dataset.eos_token_id=null"))
 
 
 def test_checkpoints_without_the_new_keys_still_resume(

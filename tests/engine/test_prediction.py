@@ -12,9 +12,9 @@ import pytest
 from tiny_run import Configure
 
 from fourfold.config.batch_schedule import BatchSchedule
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.engine.monitoring import Prediction, PredictionCheck
-from fourfold.metrics import Meter, Sinks, Step, read_jsonl
+from fourfold.metrics import Meter, Sinks, Step, StepOutcome, read_jsonl
 
 FORETOLD = Prediction(step_seconds=2.0, bytes_per_rank=3e9, band=0.2, global_batch=8)
 
@@ -37,7 +37,7 @@ def window(seconds: float, batch: int = 8) -> Step:
     """The record of a step that took so long, on a clock of our own."""
     clock = iter([0.0, seconds, seconds])
     meter = Meter(pace=BatchSchedule(batch), seq_len=1, logging_freq=1, clock=lambda: next(clock))
-    record = meter.end_step(step=1, epoch=0, batch=0, loss=1.0, learning_rate=0.1)
+    record = meter.end_step(StepOutcome(step=1, epoch=0, batch=0, loss=1.0, learning_rate=0.1))
     assert record is not None and record.batch_seconds == seconds
     return record
 
@@ -89,7 +89,7 @@ def test_memory_that_nobody_can_tell_is_no_reason_to_fail() -> None:
 def test_an_engine_says_what_it_expects_and_then_what_came(
     configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Engine(configure("run", "Engine.max_steps=4"), 1, FORETOLD).fit()
+    build_engine(configure("run", "Engine.max_steps=4"), 1, FORETOLD).fit()
     before, _, after = capsys.readouterr().out.partition("global step 1,")
     assert "expected: 2 s a step (±20%), at most 3.00 GB a process" in before
     assert "predicted 2 s a step, measured" in after
@@ -103,7 +103,7 @@ def test_an_engine_says_what_it_expects_and_then_what_came(
 def test_a_run_that_is_stopped_is_compared_too(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(configure("run"), 1, FORETOLD)
+    engine = build_engine(configure("run"), 1, FORETOLD)
     step = engine._train_step
 
     def stop_in_the_third(*arguments: Any) -> Any:
@@ -118,7 +118,7 @@ def test_a_run_that_is_stopped_is_compared_too(
 
 
 def test_a_run_nobody_planned_says_nothing_of_it(configure: Configure, tmp_path: Path) -> None:
-    Engine(configure("run", "Engine.max_steps=1")).fit()
+    build_engine(configure("run", "Engine.max_steps=1")).fit()
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert not [record for record in records if record.get("event") == "prediction"]
     assert not any("expected:" in record.get("text", "") for record in records)

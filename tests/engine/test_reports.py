@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_run import Configure
 
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.metrics import read_jsonl
 
 # The optimizer of seed 002, whose max_lr lies below its min_lr.
@@ -26,7 +26,7 @@ def test_the_log_shows_the_documents_learning_rates(
 ) -> None:
     config = configure("run", *DOCUMENT, "Engine.max_steps=9")
     assert any("max_lr" in notice and "min_lr" in notice for notice in config.notices)
-    Engine(config).fit()
+    build_engine(config).fit()
     lines = capsys.readouterr().out
     shown = dict(re.findall(r"global step (\d+), .* learning rate: (\S+)", lines))
     assert (shown["1"], shown["2"], shown["9"]) == ("5.55556e-09", "8.33333e-09", "2.77778e-08")
@@ -35,7 +35,7 @@ def test_the_log_shows_the_documents_learning_rates(
 def test_the_plan_is_shown_before_the_first_step(
     configure: Configure, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Engine(configure("run", "Engine.max_steps=1")).fit()
+    build_engine(configure("run", "Engine.max_steps=1")).fit()
     before, _, _ = capsys.readouterr().out.partition("global step 1")
     assert "layout: dp1 x pp1 x sharding1 x mp1 on cpu, float32" in before
     assert "8 samples x 16 tokens = 128 tokens a step, in 2 micro-batch(es) of 4" in before
@@ -47,7 +47,7 @@ def test_a_run_leaves_records_picture_events_and_trace(
     configure: Configure, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace"
-    Engine(
+    build_engine(
         configure(
             "run",
             "Engine.max_steps=4",
@@ -72,8 +72,8 @@ def test_a_run_leaves_records_picture_events_and_trace(
 
 
 def test_empty_splits_and_no_evaluation_are_legal(configure: Configure, tmp_path: Path) -> None:
-    Engine(configure("all", "Data.dataset.split='1,0,0'", "Engine.max_steps=4")).fit()
-    Engine(configure("none", "Engine.eval_freq=0", "Engine.test_iters=0")).fit()
+    build_engine(configure("all", "Data.dataset.split='1,0,0'", "Engine.max_steps=4")).fit()
+    build_engine(configure("none", "Engine.eval_freq=0", "Engine.test_iters=0")).fit()
     for name in ("all", "none"):
         kinds = {record["kind"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")}
         assert not kinds & {"eval", "test"}

@@ -12,7 +12,7 @@ import torch
 from tiny_run import Configure, exit_status, start_child
 
 from fourfold import checkpoint
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.errors import UserError
 from fourfold.metrics import read_jsonl
 
@@ -73,11 +73,13 @@ def test_killed_and_resumed_equals_straight(
 ) -> None:
     overrides = [*PRECISIONS[precision], "Engine.max_steps=30", "Engine.save_load.save_steps=4"]
     overrides.append("Optimizer.lr.decay_steps=30")
-    assert exit_status(start_child(Engine(configure("straight", *overrides)).fit)) == 0
-    child = start_child(lambda: Engine(configure("killed", *overrides)).fit())
+    assert exit_status(start_child(build_engine(configure("straight", *overrides)).fit)) == 0
+    child = start_child(lambda: build_engine(configure("killed", *overrides)).fit())
     kill_after_step(child, tmp_path / "killed", 5)
     assert checkpoint.candidates(tmp_path / "killed"), "nothing was committed before the kill"
-    assert exit_status(start_child(lambda: Engine(configure("killed", *overrides)).fit())) == 0
+    assert (
+        exit_status(start_child(lambda: build_engine(configure("killed", *overrides)).fit())) == 0
+    )
 
     straight = losses(tmp_path / "straight")
     assert len(straight) == 30 + 10 + 1
@@ -89,12 +91,12 @@ def test_killed_and_resumed_equals_straight(
 
 def test_fp16_overflow_is_skipped_and_the_scale_survives_resume(configure: Configure) -> None:
     overrides = PRECISIONS["float16"]
-    first = Engine(configure("run", *overrides, "Engine.max_steps=4"))
+    first = build_engine(configure("run", *overrides, "Engine.max_steps=4"))
     first.fit()
     assert first.loss_scale is not None
     assert first.loss_scale.value == 1e9 / 2**4
     assert first.guard.skipped == 4 and first.optimizer.updates == 0
-    again = Engine(configure("run", *overrides, "Engine.max_steps=6"))
+    again = build_engine(configure("run", *overrides, "Engine.max_steps=6"))
     again.fit()
     assert again.guard.skipped > 4
     assert again.loss_scale is not None
@@ -104,12 +106,12 @@ def test_fp16_overflow_is_skipped_and_the_scale_survives_resume(configure: Confi
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     configure: Configure, tmp_path: Path
 ) -> None:
-    Engine(configure("run", "Engine.max_steps=6")).fit()
+    build_engine(configure("run", "Engine.max_steps=6")).fit()
     weights = next((tmp_path / "run" / "step_6").glob("model*.safetensors"))
     damaged = bytearray(weights.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
-    engine = Engine(configure("run"))
+    engine = build_engine(configure("run"))
     engine.fit()
     assert any("step_6" in notice and "unusable" in notice for notice in engine.notices)
     assert any("resumed" in notice and "step_4" in notice for notice in engine.notices)
@@ -117,10 +119,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
 
 
 def test_a_step_directory_is_obeyed(configure: Configure, tmp_path: Path) -> None:
-    Engine(configure("run")).fit()
+    build_engine(configure("run")).fit()
     before = losses(tmp_path / "run")
     where = tmp_path / "run" / "step_4"
-    engine = Engine(configure("run", f"Engine.save_load.ckpt_dir={where}"))
+    engine = build_engine(configure("run", f"Engine.save_load.ckpt_dir={where}"))
     engine.fit()
     assert any("at step 4" in notice for notice in engine.notices)
     assert losses(tmp_path / "run") == before
@@ -129,37 +131,41 @@ def test_a_step_directory_is_obeyed(configure: Configure, tmp_path: Path) -> Non
 def test_another_run_can_start_from_a_checkpoint_and_then_resumes_itself(
     configure: Configure, tmp_path: Path
 ) -> None:
-    Engine(configure("first", "Engine.max_steps=4")).fit()
+    build_engine(configure("first", "Engine.max_steps=4")).fit()
     source = f"Engine.save_load.ckpt_dir={tmp_path / 'first'}"
-    Engine(configure("second", source, "Engine.max_steps=6")).fit()
-    again = Engine(configure("second", source))
+    build_engine(configure("second", source, "Engine.max_steps=6")).fit()
+    again = build_engine(configure("second", source))
     again.fit()
     assert any("resumed" in n and "second" in n and "step 6" in n for n in again.notices)
 
 
 def test_auto_resume_can_be_turned_off(configure: Configure) -> None:
-    Engine(configure("run", "Engine.max_steps=4")).fit()
-    engine = Engine(configure("run", "Engine.save_load.auto_resume=False", "Engine.max_steps=2"))
+    build_engine(configure("run", "Engine.max_steps=4")).fit()
+    engine = build_engine(
+        configure("run", "Engine.save_load.auto_resume=False", "Engine.max_steps=2")
+    )
     engine.fit()
     assert not any("resumed" in notice for notice in engine.notices)
 
 
 def test_another_global_batch_size_is_refused(configure: Configure) -> None:
-    Engine(configure("run", "Engine.max_steps=2")).fit()
+    build_engine(configure("run", "Engine.max_steps=2")).fit()
     other = [f"Data.batch_size.{size}_batch_size=4" for size in ("global", "local", "micro")]
     with pytest.raises(UserError, match="global_batch_size"):
-        Engine(configure("run", *other)).fit()
+        build_engine(configure("run", *other)).fit()
 
 
 def test_changed_data_order_is_said(configure: Configure) -> None:
-    Engine(configure("run", "Engine.max_steps=2")).fit()
-    engine = Engine(configure("run", "Engine.max_steps=4", "Data.dataset.split='80,18,2'"))
+    build_engine(configure("run", "Engine.max_steps=2")).fit()
+    engine = build_engine(configure("run", "Engine.max_steps=4", "Data.dataset.split='80,18,2'"))
     engine.fit()
     assert any("samples seen before" in notice for notice in engine.notices)
 
 
 def test_changed_masks_are_said(configure: Configure) -> None:
-    Engine(configure("run", "Engine.max_steps=2")).fit()
-    engine = Engine(configure("run", "Engine.max_steps=2", "Data.dataset.eod_mask_loss=False"))
+    build_engine(configure("run", "Engine.max_steps=2")).fit()
+    engine = build_engine(
+        configure("run", "Engine.max_steps=2", "Data.dataset.eod_mask_loss=False")
+    )
     engine.fit()
     assert any("eod_mask_loss was True" in notice for notice in engine.notices)

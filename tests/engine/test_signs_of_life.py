@@ -10,7 +10,7 @@ from ranks import on_ranks
 from tiny_run import Configure
 
 from fourfold import heartbeat
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ MICRO = "Data.batch_size.micro_batch_size=1"
 
 
 def test_every_micro_batch_is_one(configure: Configure, counted: Counter[str]) -> None:
-    engine = Engine(configure("run", MICRO, "Engine.max_steps=3"))
+    engine = build_engine(configure("run", MICRO, "Engine.max_steps=3"))
     assert counted["start"] >= len(engine.runner.parameters) // 3, "one for each matrix drawn"
     engine.fit()
     assert counted["forward_backward"] >= 3 * 8
@@ -39,7 +39,7 @@ def test_every_micro_batch_of_a_pipeline_is_one(configure: Configure) -> None:
 
     def work(rank: int) -> Counter[str]:
         signs: Counter[str] = Counter()
-        engine = Engine(config, world_size=2)
+        engine = build_engine(config, world_size=2)
         heartbeat.relay(lambda: signs.update([heartbeat._last[1]]), 0.0)
         engine.fit()
         return signs

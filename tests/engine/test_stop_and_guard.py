@@ -13,7 +13,7 @@ from tiny_run import Configure, exit_status, start_child
 
 from fourfold import checkpoint
 from fourfold.data import Batch
-from fourfold.engine import Engine
+from fourfold.engine import Engine, build_engine
 from fourfold.errors import ConfigError, UserError
 from fourfold.metrics import read_jsonl
 from fourfold.signals import STOP_SIGNALS, StopRequest
@@ -39,7 +39,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_well(
 ) -> None:
     def work() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-        engine = Engine(configure("run", LONG))
+        engine = build_engine(configure("run", LONG))
         when_step_reached(engine, 5, lambda: os.kill(os.getpid(), number))
         engine.fit()
 
@@ -55,7 +55,7 @@ def test_what_nohup_ignores_stays_ignored(configure: Configure) -> None:
 
     def work() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        engine = Engine(config)
+        engine = build_engine(config)
         when_step_reached(engine, 2, lambda: os.kill(os.getpid(), signal.SIGHUP))
         engine.fit()
         assert engine.step == 4
@@ -65,7 +65,7 @@ def test_what_nohup_ignores_stays_ignored(configure: Configure) -> None:
 
 def test_a_second_interrupt_ends_at_once(configure: Configure, tmp_path: Path) -> None:
     def work() -> None:
-        engine = Engine(configure("run", LONG))
+        engine = build_engine(configure("run", LONG))
 
         def interrupt() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -92,7 +92,7 @@ def test_an_evaluation_is_cut_short_and_not_reported(
     config = configure("run", *long, freq, "Engine.max_steps=4", world_size=2)
 
     def work(rank: int) -> int:
-        engine = Engine(config, world_size=2)
+        engine = build_engine(config, world_size=2)
         evaluate, evaluated = engine.runner.evaluate, 0
 
         def spied(batch: Batch) -> torch.Tensor:
@@ -124,13 +124,13 @@ def test_one_rank_looks_for_the_stop_file(tmp_path: Path) -> None:
 
 
 def test_a_stop_file_stops_once(configure: Configure, tmp_path: Path) -> None:
-    engine = Engine(configure("run", LONG))
+    engine = build_engine(configure("run", LONG))
     file = tmp_path / "run" / "STOP"
     when_step_reached(engine, 3, file.touch)
     engine.fit()
     assert engine.step == 3 and not file.exists()
     assert checkpoint.candidates(tmp_path / "run")[0].name == "step_3"
-    again = Engine(configure("run", "Engine.max_steps=4"))
+    again = build_engine(configure("run", "Engine.max_steps=4"))
     again.fit()
     assert again.step == 4
 
@@ -151,7 +151,7 @@ def poison(engine: Engine, steps: set[int]) -> None:
 def test_a_bad_update_is_skipped_and_its_samples_logged(
     configure: Configure, tmp_path: Path
 ) -> None:
-    engine = Engine(configure("run", "Engine.max_steps=3", "Engine.save_load.save_steps=1"))
+    engine = build_engine(configure("run", "Engine.max_steps=3", "Engine.save_load.save_steps=1"))
     poison(engine, {2})
     engine.fit()
     events = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "event"]
@@ -173,7 +173,7 @@ def test_a_bad_update_is_skipped_and_its_samples_logged(
 def test_too_many_bad_updates_end_the_run_with_nothing_lost(
     configure: Configure, tmp_path: Path
 ) -> None:
-    engine = Engine(configure("run", "Engine.max_skipped_steps=3"))
+    engine = build_engine(configure("run", "Engine.max_skipped_steps=3"))
     poison(engine, {3, 4, 5, 6, 7, 8})
     with pytest.raises(UserError, match="3 updates in a row, up to step 5"):
         engine.fit()
@@ -182,14 +182,14 @@ def test_too_many_bad_updates_end_the_run_with_nothing_lost(
 
 def test_missing_input_dir_is_a_clear_error(configure: Configure) -> None:
     with pytest.raises(ConfigError, match="input_dir"):
-        Engine(configure("run", "Data.dataset.input_dir=null"))
+        build_engine(configure("run", "Data.dataset.input_dir=null"))
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused(configure: Configure) -> None:
     with pytest.raises(UserError, match="vocab"):
-        Engine(configure("run", "Model.vocab_size=100"))
+        build_engine(configure("run", "Model.vocab_size=100"))
 
 
 def test_another_number_of_processes_is_a_clear_error(configure: Configure) -> None:
     with pytest.raises(UserError, match=r"needs 1 process.*2 are running"):
-        Engine(configure("run"), world_size=2)
+        build_engine(configure("run"), world_size=2)

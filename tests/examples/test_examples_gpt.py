@@ -24,7 +24,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerFile
 
 from fourfold.config import load_config
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.errors import UserError
 from fourfold.generate.loading import tokenizer_of_run
 from fourfold.tokenizer import train
@@ -245,7 +245,7 @@ def test_the_printed_blocks_pasted_in_a_row_train(
     monkeypatch.chdir(clone / "single")
     places = [f"Engine.save_load.output_dir={tmp_path}", "Distributed.sharding.sharding_degree=1"]
     config = load_config(pasted, [*SMALL_RUN, "Model.use_recompute=True", *places], world_size=1)
-    Engine(config).fit()
+    build_engine(config).fit()
     assert (tmp_path / "step_2").is_dir()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fourfold.config import Config, load_config
 from fourfold.convert import load_foreign
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.errors import ConfigError, UserError
 from fourfold.flags.paddlenlp import prepare, translate
 from fourfold.flags.paddlenlp_options import DEFAULTS, Flags, read_flags
@@ -284,13 +284,13 @@ def test_a_run_starts_from_paddles_weights_and_then_goes_on_by_itself(
     ):
         theirs = dict(own.tensors())
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in taken.tensors())
-    Engine(load_config(file, (), 1)).fit()
+    build_engine(load_config(file, (), 1)).fit()
     assert "starting at step 0 with the weights of" in capsys.readouterr().out
 
     shutil.rmtree(weights_place(tmp_path / "run"))
     file = prepare("dynamic", "run_pretrain.py", [*from_paddle, "--max_steps", "2"])
     assert not weights_place(tmp_path / "run").exists()
-    engine = Engine(load_config(file, (), 1))
+    engine = build_engine(load_config(file, (), 1))
     engine.fit()
     assert engine.step == 2
     assert "at step 1" in capsys.readouterr().out

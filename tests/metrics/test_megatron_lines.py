@@ -15,10 +15,10 @@ from tiny_run import TINY
 
 from fourfold.config import Config, load_config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
-from fourfold.engine import Engine
+from fourfold.engine import build_engine
 from fourfold.engine.benchmark import measurement
 from fourfold.engine.monitoring import line_style
-from fourfold.metrics import Console, Meter, Sinks, Step
+from fourfold.metrics import Console, Meter, Sinks, Step, StepOutcome
 from fourfold.metrics.lines import LineStyle, MegatronLines
 from fourfold.model import ModelShape
 from fourfold.optim import build_schedule
@@ -83,7 +83,7 @@ def step_record(config: Config, step: int, seconds: float, loss: float, scale: f
     schedule = build_schedule(config)
     record = None
     for done in range(step - window + 1, step + 1):
-        record = meter.end_step(
+        outcome = StepOutcome(
             step=done,
             epoch=0,
             batch=done - 1,
@@ -92,6 +92,7 @@ def step_record(config: Config, step: int, seconds: float, loss: float, scale: f
             grad_norm=0.0001,
             loss_scale=scale,
         )
+        record = meter.end_step(outcome)
     assert record is not None
     return record
 
@@ -217,7 +218,7 @@ def test_a_run_prints_them_and_without_saving_leaves_only_its_records(
             f"Engine.save_load.output_dir={directory}",
             f"Data.dataset.cache_dir={tmp_path / 'cache'}",
         ]
-        Engine(load_config(file, overrides, world_size=1)).fit(save=False)
+        build_engine(load_config(file, overrides, world_size=1)).fit(save=False)
         assert [path.name for path in directory.iterdir()] == ["metrics.jsonl"]
         text = capsys.readouterr().out
         assert "\n validation loss at iteration 4 | lm loss value: " in text

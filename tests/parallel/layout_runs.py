@@ -26,7 +26,7 @@ from fourfold import checkpoint
 from fourfold.cli import main
 from fourfold.config import Config
 from fourfold.data import Batch
-from fourfold.engine import Engine
+from fourfold.engine import Engine, build_engine
 from fourfold.metrics import read_jsonl
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Runs:
         """What `work` returns on each rank, given an engine of the run `name`."""
         world = Case(layout).world
         return on_ranks(
-            world, lambda rank: work(Engine(self.config(layout, name, *overrides), world))
+            world, lambda rank: work(build_engine(self.config(layout, name, *overrides), world))
         )
 
     def config(self, layout: str, name: str, *overrides: str) -> Config:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from fourfold.config import Config, load_config
-from fourfold.engine import Engine
+from fourfold.engine import Engine, build_engine
 from fourfold.mesh import connect
 from fourfold.parallel import Runner, layout_of, parallelize, preload
 from fourfold.parallel.fsdp import sharded_modules
@@ -134,7 +134,7 @@ def test_a_stage_divides_what_it_says(
     config = config_of(tmp_path, 2, [*layout_of_stage(stage), *low])
 
     def between_micro_batches(rank: int) -> tuple[float, ...]:
-        engine, seen = Engine(config, 2), list[tuple[int, int, int]]()
+        engine, seen = build_engine(config, 2), list[tuple[int, int, int]]()
         engine.runner.run(engine.data.loaders["train"].batch(0), step=1)
         engine.optimizer.zero_grad()
         model = engine.runner.parts[0]
@@ -159,7 +159,7 @@ def test_the_peak_is_what_is_held_and_a_few_layers(tmp_path: Path, stage: int) -
     config = config_of(tmp_path, 2, [*DEEP, *layout_of_stage(stage), one_micro_batch])
 
     def peak(rank: int) -> float:
-        engine = Engine(config, 2)
+        engine = build_engine(config, 2)
         engine.runner.run(engine.data.loaders["train"].batch(0), step=1)
         engine.optimizer.zero_grad()
         tracker = MemTracker()

@@ -15,7 +15,7 @@ from tiny_run import TINY
 
 from fourfold.config import Config, load_config
 from fourfold.config.batch_schedule import BatchSchedule
-from fourfold.engine import Engine, saving
+from fourfold.engine import Engine, build_engine, saving
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.replica_check import check_replicas
 from fourfold.signals import StopRequest
@@ -119,9 +119,9 @@ class Workshop:
 
 
 def _run(config: Config, world: int) -> Trace:
-    engine, trace = Engine(config, world), Trace()
+    engine, trace = build_engine(config, world), Trace()
     trace.initial = _rectangles(engine, gradients=False)
-    saving.resume(engine)
+    engine.resume()
     start, update = engine.step, engine.optimizer.update
 
     def observed(rate: float, norm: float, scale: float = 1.0) -> None:

@@ -1,0 +1,66 @@
+"""Building a run: the process group, the data and its indices, the model, the optimizer.
+
+Everything with an effect outside this process happens here, in this order, before an `Engine` is
+given what it works with:
+
+    connect the ranks -> open the data, rank 0 first -> claim the output directory ->
+    build and initialize this rank's part of the model -> make the optimizer's state
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fourfold import heartbeat
+from fourfold.config import Config
+from fourfold.engine.lock import Claim, claim
+from fourfold.engine.loop import Engine
+from fourfold.engine.monitoring import Prediction
+from fourfold.engine.run_data import open_run_data
+from fourfold.mesh import Mesh, connect, select_device
+from fourfold.optim import Optimizer
+from fourfold.parallel import Runner, layout_of, parallelize
+
+
+def build_engine(
+    config: Config, world_size: int = 1, prediction: Prediction | None = None
+) -> Engine:
+    """The run that `config` describes, on this rank of `world_size`.
+
+    `prediction` is what a plan said of this run; it is compared with what happens.
+    """
+    heartbeat.beat(0, "start")
+    layout = layout_of(config)
+    layout.check(world_size)
+    device = select_device(config.Global.device)
+    mesh = connect(layout, device, config.Distributed.timeout_seconds)
+    # Rank 0 makes the index caches, the others then find them.
+    data = mesh.in_turn(
+        lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
+    )
+    # Before memory is taken that a run at work in the same directory may need.
+    claimed = mesh.together(lambda: _claim(config, mesh))
+    runner = parallelize(config, mesh, device)
+    return Engine(config, data, runner, build_optimizer(config, runner), claimed, prediction)
+
+
+def _claim(config: Config, mesh: Mesh) -> Claim | None:
+    if mesh.rank > 0:
+        return None
+    claimed = claim(Path(config.Engine.save_load.output_dir))
+    claimed.keep()
+    return claimed
+
+
+def build_optimizer(config: Config, runner: Runner) -> Optimizer:
+    """The configured optimizer over the fp32 weights of this rank."""
+    section = config.Optimizer
+    return Optimizer(
+        runner.masters,
+        decayed={k for k, one in runner.shards.items() if runner.table[one.name].weight_decay},
+        weight_decay=section.weight_decay,
+        betas=(section.adam_beta1, section.adam_beta2),
+        epsilon=section.adam_epsilon,
+        grad_clip=section.grad_clip,
+        tensor_fusion=config.Fused.tensor_fusion,
+    )
