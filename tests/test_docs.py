@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from clone import Clone, clone_with_a_run
-from commands import ROOT, SHELLS, blocks_of, fences, look_over
+from helpers.clone import Clone, clone_with_a_run
+from helpers.commands import ROOT, SHELLS, blocks_of, fences, look_over
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").rglob("README*.md"))

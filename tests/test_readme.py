@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from clone import cloned
-from commands import ROOT, blocks_of, look_over
+from helpers.clone import cloned
+from helpers.commands import ROOT, blocks_of, look_over
 
 ENGLISH = ROOT / "README.md"
 CHINESE = ROOT / "README.zh-CN.md"

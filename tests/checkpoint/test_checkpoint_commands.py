@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import save_rows
-from checkpoint_samples import blank, same_bits, sample, state_of
+from helpers.checkpoint_ranks import save_rows
+from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 from typer.testing import CliRunner
 
 from fourfold import checkpoint

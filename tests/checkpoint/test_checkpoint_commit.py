@@ -10,7 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import blank, content, in_child, same_bits, sample, state_of
+from helpers.checkpoint_samples import blank, content, in_child, same_bits, sample, state_of
 
 from fourfold import checkpoint
 from fourfold.checkpoint import directory, reading, writing

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_samples import bits, blank, same_bits, sample, state_of
+from helpers.checkpoint_samples import bits, blank, same_bits, sample, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_samples import (
+from helpers.checkpoint_samples import (
     blank,
     content,
     forge,

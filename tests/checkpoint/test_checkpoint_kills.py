@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_samples import blank, crash_before_call, in_child, same_bits, sample, state_of
+from helpers.checkpoint_samples import (
+    blank,
+    crash_before_call,
+    in_child,
+    same_bits,
+    sample,
+    state_of,
+)
 
 from fourfold import checkpoint
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import save_rows
-from checkpoint_samples import blank, content, forge, same_bits, sample, state_of
-from mutate import mutate
+from helpers.checkpoint_ranks import save_rows
+from helpers.checkpoint_samples import blank, content, forge, same_bits, sample, state_of
+from helpers.mutate import mutate
 
 from fourfold import checkpoint
 from fourfold.checkpoint.bounded import HASH, digest_of

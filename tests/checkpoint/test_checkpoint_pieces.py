@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_ranks import crews, cut, dealt, on_all, save_rows, tilings
-from checkpoint_samples import blank, same_bits, sample, state_of
+from helpers.checkpoint_ranks import crews, cut, dealt, on_all, save_rows, tilings
+from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

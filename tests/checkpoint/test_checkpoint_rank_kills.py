@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import rows_of
-from checkpoint_samples import blank, crash_before_call, in_child, same_bits, sample, state_of
+from helpers.checkpoint_ranks import rows_of
+from helpers.checkpoint_samples import (
+    blank,
+    crash_before_call,
+    in_child,
+    same_bits,
+    sample,
+    state_of,
+)
 
 from fourfold import checkpoint
 from fourfold.checkpoint import RankGroup

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import crews, on_all, rows_of, save_rows
-from checkpoint_samples import Tensors, blank, same_bits, sample, state_of
+from helpers.checkpoint_ranks import crews, on_all, rows_of, save_rows
+from helpers.checkpoint_samples import Tensors, blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
 from fourfold.checkpoint import RankGroup, Shard, reading, writing

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import crews, on_all, rows_of, save_rows
-from checkpoint_samples import blank, same_bits, sample, state_of
+from helpers.checkpoint_ranks import crews, on_all, rows_of, save_rows
+from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_ranks import save_rows
-from checkpoint_samples import blank, same_bits, sample, state_of
+from helpers.checkpoint_ranks import save_rows
+from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
 from fourfold.checkpoint import directory, tensor_files

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import typer
 import yaml
-from tiny_text_run import make_run, sentences
+from helpers.tiny_text_run import make_run, sentences
 
 from fourfold import serve
 from fourfold.cli import app, main

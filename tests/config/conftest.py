@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from yaml_text import Load, Problems
+from helpers.yaml_text import Load, Problems
 
 from fourfold.config import Config, load_config
 from fourfold.errors import ConfigError

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from yaml_text import Load
+from helpers.yaml_text import Load
 
 from fourfold.config import Config, json_schema, load_config, markdown_reference
 from fourfold.config.__main__ import annotated

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_text_run import TextRun, make_run
+from helpers.tiny_text_run import TextRun, make_run
 
 from fourfold.cli import main
 from fourfold.config import Config, load_config

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.yaml_text import Load, Problems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from yaml_text import Load, Problems
 
 from fourfold.config import Config, load_config
 from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yaml_text import Load, Problems
+from helpers.yaml_text import Load, Problems
 
 LATER = """\
 Global:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.yaml_text import Load, Problems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from yaml_text import Load, Problems
 
 SMALL = ["Model.use_recompute=False"]
 

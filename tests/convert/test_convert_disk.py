@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_files import assert_same, megatron_tree, weights
-from ranks import on_ranks
+from helpers.foreign_files import assert_same, megatron_tree, weights
+from helpers.ranks import on_ranks
 
 from fourfold.convert import Kind, convert, load_foreign
 from fourfold.errors import CheckpointError

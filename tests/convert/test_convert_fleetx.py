@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign_files import (
+from helpers.foreign_files import (
     FLEETX_TINY,
     HEADS,
     HIDDEN,
@@ -27,7 +27,7 @@ from foreign_files import (
     prompt,
     weights,
 )
-from peers import in_peers, needs_peers
+from helpers.peers import in_peers, needs_peers
 
 from fourfold.convert import convert, load_foreign
 from fourfold.convert.fleetx import read_pdparams

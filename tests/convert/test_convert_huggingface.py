@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_files import HEADS, HIDDEN, LAYERS, POSITIONS, VOCAB, assert_same
+from helpers.foreign_files import HEADS, HIDDEN, LAYERS, POSITIONS, VOCAB, assert_same
 from safetensors.torch import load_file, save_file
 
 from fourfold import checkpoint

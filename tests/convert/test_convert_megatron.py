@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_files import (
+from helpers.foreign_files import (
     HEADS,
     assert_same,
     megatron_arguments,

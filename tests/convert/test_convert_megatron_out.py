@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_files import (
+from helpers.foreign_files import (
     HEADS,
     HIDDEN,
     LAYERS,
@@ -19,7 +19,7 @@ from foreign_files import (
     prompt,
     weights,
 )
-from peers import in_peers, needs_peers
+from helpers.peers import in_peers, needs_peers
 from typer.testing import CliRunner
 
 from fourfold.cli import app

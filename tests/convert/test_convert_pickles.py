@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign_files import FLEETX_TINY, attack, megatron_tree, weights
+from helpers.foreign_files import FLEETX_TINY, attack, megatron_tree, weights
 
 from fourfold.convert import load_foreign, pickles
 from fourfold.convert.fleetx import read_pdparams

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_files import (
+from helpers.foreign_files import (
     FLEETX_TINY,
     HEADS,
     assert_same,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_files import megatron_tree, weights
-from tiny_text_run import TEXT, TextRun, make_run
+from helpers.foreign_files import megatron_tree, weights
+from helpers.tiny_text_run import TEXT, TextRun, make_run
 from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerFile
 from typer.testing import CliRunner

@@ -12,8 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from foreign_files import LAYERS, assert_same, attack, layer_part, megatron_arguments, weights
-from ranks import on_ranks
+from helpers.foreign_files import (
+    LAYERS,
+    assert_same,
+    attack,
+    layer_part,
+    megatron_arguments,
+    weights,
+)
+from helpers.ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

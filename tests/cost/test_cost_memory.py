@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.planned_networks import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_networks import gpt
 
 from fourfold.cost.memory import (
     activation_bytes,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from token_files import write_fleetx, write_legacy, write_megatron
+from helpers.token_files import write_fleetx, write_legacy, write_megatron
 
 from fourfold.data import Samples, SampleSpec, open_datasets
 from fourfold.errors import DataError

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.token_files import write_megatron
 from hypothesis import given
 from hypothesis import strategies as st
-from token_files import write_megatron
 
 from fourfold.config import Config, load_config
 from fourfold.data import Loader, Samples, SampleSpec, open_datasets

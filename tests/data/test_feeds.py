@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from token_files import Numbers, write_megatron
+from helpers.token_files import Numbers, write_megatron
 
 from fourfold.config import Config, load_config
 from fourfold.data.splits import all_datasets, open_splits

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_files import documents_of, write_megatron
+from helpers.token_files import documents_of, write_megatron
 
 from fourfold.data import Samples, SampleSpec, cache, index, open_datasets
 from fourfold.data import samples as samples_module

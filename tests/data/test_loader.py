@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from token_files import Numbers, write_megatron
+from helpers.token_files import Numbers, write_megatron
 
 from fourfold.data import Batch, Loader, Mixture, Samples, SampleSpec, cache, index, open_datasets
 from fourfold.data.mixture import DataSource

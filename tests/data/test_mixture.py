@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.token_files import documents_of, write_megatron
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import documents_of, write_megatron
 
 from fourfold.data import Loader, Mixture, Samples, SampleSpec, TokenDataset, open_datasets
 from fourfold.data.datasets import document_starts

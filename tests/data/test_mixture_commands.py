@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from token_files import documents_of, write_megatron
+from helpers.token_files import documents_of, write_megatron
 from typer import Typer
 from typer.testing import CliRunner
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.token_files import documents_of, write_fleetx, write_legacy, write_megatron
 from hypothesis import given
 from hypothesis import strategies as st
-from token_files import documents_of, write_fleetx, write_legacy, write_megatron
 
 from fourfold.data import Loader, Samples, SampleSpec, TokenDataset, open_datasets
 from fourfold.data.datasets import document_starts

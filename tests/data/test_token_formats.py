@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_files import (
+from helpers.token_files import (
     CODES,
     WRITERS,
     Numbers,

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mutate import mutate
-from token_files import write_fleetx, write_legacy, write_megatron
+from helpers.mutate import mutate
+from helpers.token_files import write_fleetx, write_legacy, write_megatron
 
 from fourfold.data import Samples, SampleSpec, open_datasets
 from fourfold.errors import DataError

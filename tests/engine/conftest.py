@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import TINY, Configure
+from helpers.tiny_run import TINY, Configure
 
 from fourfold.config import Config, load_config
 

@@ -7,7 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from earlier_runs import CASES, FOLDER, LAST, SAVED, digest, losses, processor, sums, tensors, train
+from helpers.earlier_runs import (
+    CASES,
+    FOLDER,
+    LAST,
+    SAVED,
+    digest,
+    losses,
+    processor,
+    sums,
+    tensors,
+    train,
+)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny_run import Configure
+from helpers.ranks import on_ranks
+from helpers.tiny_run import Configure
 
 from fourfold import checkpoint
 from fourfold.checkpoint import writing

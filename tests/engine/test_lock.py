@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import Configure, exit_status, start_child
+from helpers.tiny_run import Configure, exit_status, start_child
 
 from fourfold.engine import build_engine, lock
 from fourfold.engine.lock import claim

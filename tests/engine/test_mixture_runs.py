@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_run import FIXTURE, Configure
 from test_resume import assert_same_end, contents, losses
-from tiny_run import FIXTURE, Configure
 
 from fourfold import checkpoint
 from fourfold.data import Mixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import Configure
+from helpers.tiny_run import Configure
 
 from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import build_engine

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_run import Configure
+from helpers.tiny_run import Configure
 
 from fourfold.engine import build_engine
 from fourfold.metrics import read_jsonl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import Configure, exit_status, start_child
+from helpers.tiny_run import Configure, exit_status, start_child
 
 from fourfold import checkpoint
 from fourfold.engine import build_engine

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from ranks import on_ranks
-from tiny_run import Configure
+from helpers.ranks import on_ranks
+from helpers.tiny_run import Configure
 
 from fourfold import heartbeat
 from fourfold.engine import build_engine

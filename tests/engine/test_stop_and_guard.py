@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny_run import Configure, exit_status, start_child
+from helpers.ranks import on_ranks
+from helpers.tiny_run import Configure, exit_status, start_child
 
 from fourfold import checkpoint
 from fourfold.data import Batch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_text_run import TextRun, make_run, sentences
+from helpers.tiny_text_run import TextRun, make_run, sentences
 from typer.testing import CliRunner
 
 from fourfold.cli import app

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from peers import PYTHON, ROOT, in_peers, needs_peers
-from tiny_text_run import TextRun, make_run
+from helpers.peers import PYTHON, ROOT, in_peers, needs_peers
+from helpers.tiny_text_run import TextRun, make_run
 
 from fourfold.convert import convert
 from fourfold.errors import UserError

@@ -18,8 +18,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from tiny_run import exit_status, start_child
-from tiny_text_run import VOCAB, sentences
+from helpers.tiny_run import exit_status, start_child
+from helpers.tiny_text_run import VOCAB, sentences
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerFile
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from raw_text import (
+from helpers.raw_text import (
     web_pages,
     wikipedia_articles,
     write_openwebtext,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from raw_text import write_vocabulary
+from helpers.raw_text import write_vocabulary
 
 from fourfold.config import Config, load_config
 from fourfold.errors import ConfigError, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from raw_text import (
+from helpers.raw_text import (
     web_pages,
     wikipedia_articles,
     write_openwebtext,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny_text_run import TextRun, make_run
+from helpers.ranks import on_ranks
+from helpers.tiny_text_run import TextRun, make_run
 
 from fourfold.config import load_config
 from fourfold.convert import convert

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import EOS, VOCAB, Recomputing, small_decoder, small_model, successor, varied
+from helpers.networks import EOS, VOCAB, Recomputing, small_decoder, small_model, successor, varied
 from torch import Tensor
 
 from fourfold.errors import UserError

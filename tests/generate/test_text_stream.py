@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.networks import Recomputing, spelling
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import Recomputing, spelling
 
 from fourfold.errors import UserError
 from fourfold.generate import Options, TextStream, complete

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.networks import Recomputing
 from model.test_transformers_parity import SHAPE, to_ours
-from networks import Recomputing
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fourfold.generate import Decoder, Options, generate

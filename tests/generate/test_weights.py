@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import small_model
+from helpers.networks import small_model
 
 from fourfold.errors import UserError
 from fourfold.generate import Decoder, Options, decoder, generate

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from supervised import add_up, attempt, exit_status, meet, rank, run
-from tiny_run import start_child
+from helpers.supervised import add_up, attempt, exit_status, meet, rank, run
+from helpers.tiny_run import start_child
 
 from fourfold.errors import ConfigError, UserError
 from fourfold.heartbeat import beat

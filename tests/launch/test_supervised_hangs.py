@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from supervised import add_up, attempt, meet, rank, run
+from helpers.supervised import add_up, attempt, meet, rank, run
 
 from fourfold.heartbeat import beat
 

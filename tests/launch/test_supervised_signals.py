@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from supervised import eventually, exit_status, is_gone, rank, start_supervisor
+from helpers.supervised import eventually, exit_status, is_gone, rank, start_supervisor
 
 from fourfold import heartbeat
 from fourfold.launch import workers

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import TINY
+from helpers.tiny_run import TINY
 
 from fourfold.config import Config, load_config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token

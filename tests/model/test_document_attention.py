@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.one_process import runner_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_process import runner_of
 from torch import Tensor
 
 from fourfold.data import Batch

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from equivalence_page import Row, page_of
-from layout_runs import Runs
+from helpers.equivalence_page import Row, page_of
+from helpers.layout_runs import Runs
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "equivalence.md"
 

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from layout_runs import Command, Runs, different, records
+from helpers.layout_runs import Command, Runs, different, records
 from test_kills import be_patient_for
 
 from fourfold.checkpoint import verify

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from helpers.ranks import on_ranks
 
 from fourfold import heartbeat, mesh
 from fourfold.errors import RunError, UserError

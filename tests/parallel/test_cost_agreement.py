@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from layout_table import CASES, SCHEDULES, Case
+from helpers.layout_table import CASES, SCHEDULES, Case
+from helpers.traces import Workshop
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -15,7 +16,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
     get_schedule_class,
 )
-from traces import Workshop
 
 from fourfold.cost.memory import memory_of, micro_batches_in_flight, stage_parameters
 from fourfold.cost.workload import Spread, spread_of

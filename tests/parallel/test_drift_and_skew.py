@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from layout_runs import Command, Runs, different, in_step, notices, records
+from helpers.layout_runs import Command, Runs, different, in_step, notices, records
 
 from fourfold import checkpoint
 from fourfold.data import Batch

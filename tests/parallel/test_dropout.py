@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layout_runs import Runs, different, losses, notices
-from traces import relative
+from helpers.layout_runs import Runs, different, losses, notices
+from helpers.traces import relative
 
 from fourfold.data import Batch
 from fourfold.engine import Engine

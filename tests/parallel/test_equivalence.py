@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from equivalence_page import Row
-from layout_table import CASES, Case
-from traces import SAVED_STEP, Workshop, deviation, relative, whole
+from helpers.equivalence_page import Row
+from helpers.layout_table import CASES, Case
+from helpers.traces import SAVED_STEP, Workshop, deviation, relative, whole
 
 
 @pytest.fixture(scope="session")

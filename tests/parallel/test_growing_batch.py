@@ -7,8 +7,8 @@ pipelines, sharded gradients and the messages of plain data parallelism all coun
 from __future__ import annotations
 
 import pytest
-from layout_runs import Runs, in_step, losses, notices, records
-from traces import relative
+from helpers.layout_runs import Runs, in_step, losses, notices, records
+from helpers.traces import relative
 
 from fourfold import checkpoint
 from fourfold.engine import Engine

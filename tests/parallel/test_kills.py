@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from layout_runs import Command, Runs, different, losses
+from helpers.layout_runs import Command, Runs, different, losses
 
 from fourfold.launch.supervisor import supervise
 

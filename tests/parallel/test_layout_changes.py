@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from layout_runs import Runs, in_step, losses, notices, records
-from tiny_run import FIXTURE
-from traces import relative
+from helpers.layout_runs import Runs, in_step, losses, notices, records
+from helpers.tiny_run import FIXTURE
+from helpers.traces import relative
 
 from fourfold import checkpoint
 from fourfold.engine import Engine

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ranks import on_ranks
-from tiny_run import TINY
+from helpers.ranks import on_ranks
+from helpers.tiny_run import TINY
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 

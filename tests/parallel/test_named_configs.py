@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from layout_runs import Command, losses, notices, records
-from tiny_run import FIXTURE
-from traces import relative
+from helpers.layout_runs import Command, losses, notices, records
+from helpers.tiny_run import FIXTURE
+from helpers.traces import relative
 
 slow = pytest.mark.slow
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt" / "hybrid_parallel"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layout_runs import Runs
-from layout_table import SCHEDULES
+from helpers.layout_runs import Runs
+from helpers.layout_table import SCHEDULES
 from torch import Tensor
 
 from fourfold.engine import Engine

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from equivalence_page import Row
-from layout_table import DOCUMENTS, SCHEDULES, Case, micro, recompute
-from ranks import on_ranks
-from tiny_text_run import sentences
-from traces import SAVED_STEP, Workshop, deviation, relative, whole
+from helpers.equivalence_page import Row
+from helpers.layout_table import DOCUMENTS, SCHEDULES, Case, micro, recompute
+from helpers.ranks import on_ranks
+from helpers.tiny_text_run import sentences
+from helpers.traces import SAVED_STEP, Workshop, deviation, relative, whole
 
 from fourfold.errors import UserError
 from fourfold.generate.module import GenerationModule

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from layout_runs import Runs, notices
-from layout_table import Case
-from ranks import on_ranks
-from traces import Workshop, whole
+from helpers.layout_runs import Runs, notices
+from helpers.layout_table import Case
+from helpers.ranks import on_ranks
+from helpers.traces import Workshop, whole
 from typer.testing import CliRunner
 
 from fourfold.cli import app

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from layout_runs import Runs
-from one_process import runner_of
-from tiny_run import TINY
+from helpers.layout_runs import Runs
+from helpers.one_process import runner_of
+from helpers.tiny_run import TINY
 from torch._dynamo.utils import counters
 
 from fourfold.config import load_config

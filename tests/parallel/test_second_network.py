@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from layout_table import Case
+from helpers.layout_table import Case
+from helpers.traces import SAVED_STEP, Workshop, deviation, relative, whole
 from torch import Tensor, nn
-from traces import SAVED_STEP, Workshop, deviation, relative, whole
 
 from fourfold import checkpoint, model
 from fourfold.config import Config

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import FIXTURE, TINY
+from helpers.tiny_run import FIXTURE, TINY
 
 from fourfold.cli import main
 from fourfold.cli.train import TrainRun

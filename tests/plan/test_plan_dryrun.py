@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planned_networks import gpt
+from helpers.planned_networks import gpt
 from typer.testing import CliRunner
 
 from fourfold.cli import app

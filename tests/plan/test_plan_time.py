@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.planned_networks import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_networks import gpt
 from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.cost.flops import forward_flops

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import Served, make_untrained, serving
+from helpers.served import Served, make_untrained, serving
 
 
 @pytest.fixture(scope="package")

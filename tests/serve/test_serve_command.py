@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import TOKEN, chunks, load
+from helpers.served import TOKEN, chunks, load
 from typer.testing import CliRunner
 
 from fourfold.cli import app, serve

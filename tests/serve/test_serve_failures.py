@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, chunks, serving, wait_until
+from helpers.served import Served, chunks, serving, wait_until
 
 from fourfold.generate.session import Session
 from fourfold.serve import http, server

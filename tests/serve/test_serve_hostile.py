@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served
+from helpers.served import Served
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 COMPLETION = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from served import TOKEN, Served, chunks, everything, serving, wait_until
+from helpers.served import TOKEN, Served, chunks, everything, serving, wait_until
 
 from fourfold.serve.http import client_of
 from fourfold.serve.protocol import Limits

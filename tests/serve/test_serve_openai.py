@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from served import Served, chunks, load
+from helpers.served import Served, chunks, load
 
 from fourfold.generate.module import GenerationModule
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import TOKEN, Served, load, serving
+from helpers.served import TOKEN, Served, load, serving
 
 from fourfold.generate.module import GenerationModule
 

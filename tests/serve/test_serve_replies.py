@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from served import make_untrained
+from helpers.served import make_untrained
 
 from fourfold.generate import Options, Token
 from fourfold.serve.replies import Detokenizer, TextPiece

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import tiny_text_run
-from served import Served, everything, serving
+from helpers import tiny_text_run
+from helpers.served import Served, everything, serving
 from test_serve_hostile import mutated
 
 from fourfold.serve.protocol import Limits

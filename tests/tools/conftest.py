@@ -1,3 +1,3 @@
-from user_cache import own_user_cache
+from helpers.user_cache import own_user_cache
 
 __all__ = ["own_user_cache"]

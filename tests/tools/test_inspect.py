@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from file_commands import error_of, run
+from helpers.file_commands import error_of, run
+from helpers.token_files import WRITERS, documents_of, write_fleetx, write_megatron
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import WRITERS, documents_of, write_fleetx, write_megatron
 
 from fourfold.data import open_datasets
 from fourfold.tokenizer import Tokenizer, train

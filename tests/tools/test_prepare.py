@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.token_files import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import Numbers
 
 from fourfold.errors import DataError
 from fourfold.tokenizer import Tokenizer, train

@@ -10,10 +10,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from file_commands import contents, error_of, read, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from token_files import (
+from helpers.file_commands import contents, error_of, read, run
+from helpers.token_files import (
     CODES,
     WRITERS,
     Documents,
@@ -22,6 +20,8 @@ from token_files import (
     write_fleetx,
     write_megatron,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fourfold.cli import data as data_commands
 from fourfold.config.recipe import Rounding

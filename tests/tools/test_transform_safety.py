@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from file_commands import contents, error_of, run
-from token_files import WRITERS, documents_of, write_fleetx, write_megatron
+from helpers.file_commands import contents, error_of, run
+from helpers.token_files import WRITERS, documents_of, write_fleetx, write_megatron
 
 from fourfold.data import open_datasets
 from fourfold.data.datasets import FORMATS

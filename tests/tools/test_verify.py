@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from file_commands import error_of, run
+from helpers.file_commands import error_of, run
+from helpers.token_files import WRITERS, write_fleetx, write_megatron
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import WRITERS, write_fleetx, write_megatron
 
 from fourfold.data.datasets import FORMATS
 from fourfold.tokenizer import train

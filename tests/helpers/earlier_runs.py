@@ -3,7 +3,7 @@
 A later Fourfold must go on from them with the same numbers. They are written anew, by hand and only
 when a format changes on purpose, with
 
-    python tests/earlier_runs.py
+    cd tests && python -m helpers.earlier_runs
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 import yaml
-from ranks import on_ranks
 
 from fourfold import checkpoint
 from fourfold.config import load_config
 from fourfold.engine import build_engine
 from fourfold.metrics import read_jsonl
+from helpers.ranks import on_ranks
 
-FOLDER = Path(__file__).parent / "fixtures" / "earlier"
+FOLDER = Path(__file__).parent.parent / "fixtures" / "earlier"
 SAVED, LAST = 3, 6  # the checkpoint that is kept, and where the run that goes on ends
 
 SETTINGS = {

@@ -23,7 +23,7 @@ import typer
 
 from fourfold import cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SHELLS = ("bash", "shell", "sh", "console")
 NEEDS = re.compile(r"<!-- needs: (.+) -->")
 HERE_DOCUMENT = re.compile(r"<<\s*'?(\w+)'?")

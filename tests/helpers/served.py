@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import torch
 import yaml
-from tiny_text_run import sentences
 
 from fourfold import checkpoint
 from fourfold.config import Config, load_config
@@ -23,6 +22,7 @@ from fourfold.model import GPT, ModelShape, initialize
 from fourfold.serve.protocol import Limits
 from fourfold.serve.server import Service, bind, make_server, make_service
 from fourfold.tokenizer import Tokenizer, train
+from helpers.tiny_text_run import sentences
 
 TOKEN = "a-token-of-some-length"
 

@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from layout_table import Case
-from ranks import on_ranks
-from tiny_run import TINY
 
 from fourfold.config import Config, load_config
 from fourfold.config.batch_schedule import BatchSchedule
@@ -19,6 +16,9 @@ from fourfold.engine import Engine, build_engine, saving
 from fourfold.metrics import Meter, Sinks
 from fourfold.parallel.replica_check import check_replicas
 from fourfold.signals import StopRequest
+from helpers.layout_table import Case
+from helpers.ranks import on_ranks
+from helpers.tiny_run import TINY
 
 STEPS = 5
 SAVED_STEP = 3

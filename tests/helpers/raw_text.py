@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiny_text_run import sentences
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from helpers.tiny_text_run import sentences
 
 UNICODE = [
     "Zürich, 北京 and São Paulo — naïve façades.\n\n\tTabs,   runs of  blanks \u00a0and 🙂🙃.",

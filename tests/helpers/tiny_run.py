@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fourfold.config import Config
 
-FIXTURE = Path(__file__).parent / "fixtures" / "megatron_single"
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
 
 TINY = {
     "Global": {"device": "cpu", "seed": 1024},

@@ -18,9 +18,6 @@ from typing import Any, NoReturn, TypeVar
 # Drawn with at the end of every run; imported once here instead of by every forked rank.
 import matplotlib.figure  # noqa: F401
 import torch
-from layout_table import Case
-from ranks import on_ranks
-from traces import Workshop
 
 from fourfold import checkpoint
 from fourfold.cli import main
@@ -28,6 +25,9 @@ from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import Engine, build_engine
 from fourfold.metrics import read_jsonl
+from helpers.layout_table import Case
+from helpers.ranks import on_ranks
+from helpers.traces import Workshop
 
 T = TypeVar("T")
 Prepare = Callable[[Engine], object]

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import ROOT, look_over
 
 from fourfold import cli
+from helpers.commands import ROOT, look_over
 
 # Words that bash must read for us.
 SHELL_SYNTAX = re.compile(r"[|<>&;$*`~(]|^\w+=")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_samples import Tensors
 from hypothesis import strategies as st
 
 from fourfold import checkpoint
 from fourfold.checkpoint import RankGroup, Shard
 from fourfold.shards import Box
+from helpers.checkpoint_samples import Tensors
 
 
 def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[RankGroup]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from mutate import mutate
 from torch import Tensor
 
 from fourfold.convert import ForeignModel
 from fourfold.errors import CheckpointError
 from fourfold.model import GPT, ModelShape, table_of
+from helpers.mutate import mutate
 
 FLEETX_TINY = Path(__file__).parent.parent / "fixtures" / "fleetx_tiny"
 HEADS, HIDDEN, LAYERS, VOCAB, POSITIONS = 4, 32, 4, 64, 24
