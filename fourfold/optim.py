@@ -243,3 +243,19 @@ def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:
             parameter.grad = flat.grad[start:stop].view_as(parameter)
             start = stop
     return flat
+
+
+def build_optimizer(
+    config: Config, masters: dict[str, torch.nn.Parameter], decayed: Collection[str]
+) -> Optimizer:
+    """The configured optimizer over the fp32 weights of this rank; `decayed` as in `Optimizer`."""
+    section = config.Optimizer
+    return Optimizer(
+        masters,
+        decayed=decayed,
+        weight_decay=section.weight_decay,
+        betas=(section.adam_beta1, section.adam_beta2),
+        epsilon=section.adam_epsilon,
+        grad_clip=section.grad_clip,
+        tensor_fusion=config.Fused.tensor_fusion,
+    )

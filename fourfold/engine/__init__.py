@@ -1,6 +1,57 @@
-"""The engine: everything to its left, put together and run."""
+"""The engine: everything to its left, put together and run.
 
+`build_engine` builds a run: the process group, the data and its indices, the model, the optimizer.
+
+Everything with an effect outside this process happens here, in this order, before an `Engine` is
+given what it works with:
+
+    connect the ranks -> open the data, rank 0 first -> claim the output directory ->
+    build and initialize this rank's part of the model -> make the optimizer's state
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fourfold import heartbeat
+from fourfold.config import Config
+from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
-from fourfold.engine.setup import build_engine
+from fourfold.engine.monitoring import Prediction
+from fourfold.engine.run_data import open_run_data
+from fourfold.mesh import Mesh, connect, select_device
+from fourfold.optim import build_optimizer
+from fourfold.parallel import layout_of, parallelize
 
 __all__ = ["Engine", "build_engine"]
+
+
+def build_engine(
+    config: Config, world_size: int = 1, prediction: Prediction | None = None
+) -> Engine:
+    """The run that `config` describes, on this rank of `world_size`.
+
+    `prediction` is what a plan said of this run; it is compared with what happens.
+    """
+    heartbeat.beat(0, "start")
+    layout = layout_of(config)
+    layout.check(world_size)
+    device = select_device(config.Global.device)
+    mesh = connect(layout, device, config.Distributed.timeout_seconds)
+    # Rank 0 makes the index caches, the others then find them.
+    data = mesh.in_turn(
+        lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
+    )
+    # Before memory is taken that a run at work in the same directory may need.
+    claimed = mesh.together(lambda: _claim(config, mesh))
+    runner = parallelize(config, mesh, device)
+    optimizer = build_optimizer(config, runner.masters, runner.decayed())
+    return Engine(config, data, runner, optimizer, claimed, prediction)
+
+
+def _claim(config: Config, mesh: Mesh) -> Claim | None:
+    if mesh.rank > 0:
+        return None
+    claimed = claim(Path(config.Engine.save_load.output_dir))
+    claimed.keep()
+    return claimed

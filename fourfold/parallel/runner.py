@@ -229,6 +229,10 @@ class Runner:
 
     # -- what is held here ------------------------------------------------------------------
 
+    def decayed(self) -> set[str]:
+        """The keys of the weights that weight decay applies to."""
+        return {key for key, one in self.shards.items() if self.table[one.name].weight_decay}
+
     def squared_norm(self) -> float:
         """This rank's share of the squared norm of the gradients, each counted on one rank."""
         return sum_of_squares(

@@ -25,10 +25,10 @@ from fourfold.cost.memory import stage_parameters
 from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of
 from fourfold.engine.banner import RankMemory, in_bytes, own_memory
-from fourfold.engine.setup import build_optimizer
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
+from fourfold.optim import build_optimizer
 from fourfold.parallel import Runner, assemble, draft, layout_of
 from fourfold.plan.subject import subject_of
 from fourfold.plan.timeline import Timeline, timeline_of
@@ -91,7 +91,7 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         drawn.allocate()
     runner = assemble(config, mesh, CPU, drawn)
     with fake:
-        optimizer = build_optimizer(config, runner)
+        optimizer = build_optimizer(config, runner.masters, runner.decayed())
         once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
         moments = _bytes(optimizer.named_moments().values())
         holding = _holding(runner, moments)
