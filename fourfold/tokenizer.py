@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import tiktoken
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as TokenizerFile
 
+from fourfold.atomic_files import replace_text
 from fourfold.errors import DataError, UserError
 from fourfold.processors import num_processors
 
@@ -125,12 +125,7 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(self.to_json())
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
+        replace_text(path, self.to_json())
         return path
 
     def to_json(self) -> str:

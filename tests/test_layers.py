@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 ORDER = (
-    "errors heartbeat waiting signals processors shards config tokenizer data model mesh parallel "
-    "cost optim metrics checkpoint convert tools engine generate evaluate serve plan launch cli "
-    "flags"
+    "errors atomic_files heartbeat waiting signals processors shards config tokenizer data model "
+    "mesh parallel cost optim metrics checkpoint convert tools engine generate evaluate serve plan "
+    "launch cli flags"
 )
 LINE = ORDER.split()
 PACKAGE = Path(__file__).parent.parent / "fourfold"

@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from fourfold.atomic_files import replace_bytes, sync_directory
 from fourfold.checkpoint.manifest import MANIFEST, MismatchError, MovedError, read_head
 from fourfold.errors import CheckpointError
 
@@ -164,14 +165,6 @@ def meeting_name(output_dir: Path, step: int, session: str) -> Path:
     return output_dir / f".step_{step}.tmp-crew-{digest}"
 
 
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def commit(temporary: Path, target: Path) -> None:
     """Give a complete, synced directory its name; what had it becomes `.old`, for `tidy`."""
     previous = target.with_name(f"{target.name}.old")
@@ -196,12 +189,8 @@ def discard(directory: Path) -> None:
 
 
 def point_latest(target: Path) -> None:
-    temporary = private_name(target.parent, LATEST, "tmp")
-    with temporary.open("w") as stream:
-        stream.write(f"{target.name}\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(target.parent / LATEST)
+    aside = private_name(target.parent, LATEST, "tmp")
+    replace_bytes(target.parent / LATEST, f"{target.name}\n".encode(), aside)
     sync_directory(target.parent)
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 
+from fourfold.atomic_files import sync_directory
 from fourfold.checkpoint.bounded import (
     FileRecord,
     HashName,
@@ -29,7 +30,6 @@ from fourfold.checkpoint.directory import (
     commit,
     private_name,
     remove,
-    sync_directory,
 )
 from fourfold.checkpoint.disk import explained, free_bytes, readable_gb
 from fourfold.checkpoint.index import Cut, Part, StoredPiece, joined

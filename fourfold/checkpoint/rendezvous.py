@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import heartbeat
+from fourfold.atomic_files import replace_bytes
 from fourfold.checkpoint.bounded import FileRecord, check_size
 from fourfold.checkpoint.directory import meeting_name, private_name, remove
 from fourfold.checkpoint.index import Index, Part, encode_part, encode_problem, joined, read_parts
@@ -79,12 +80,7 @@ class SaveRendezvous:
         path = self.directory / self._record_name(self.crew.rank)
         data = encode_problem(problem) if part is None else encode_part(part)
         check_size(data, MAX_INDEX_BYTES, path.name)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(path)
+        replace_bytes(path, data, aside=path.with_suffix(".tmp"))
 
     def leave(self) -> None:
         """Wait until rank 0 has taken the directory away, with our part in it or not."""

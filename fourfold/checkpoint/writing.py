@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fourfold.atomic_files import sync_directory
 from fourfold.checkpoint.bounded import encode_json
 from fourfold.checkpoint.directory import (
     commit,
     history,
     point_latest,
     retire,
-    sync_directory,
     tidy,
 )
 from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb

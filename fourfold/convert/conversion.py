@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from fourfold.checkpoint.directory import sync_directory
+from fourfold.atomic_files import sync_directory
 from fourfold.convert.detect import load_foreign
 from fourfold.convert.fleetx import write_fleetx
 from fourfold.convert.huggingface import SHARD_BYTES, write_huggingface

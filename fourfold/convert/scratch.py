@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.directory import sync_directory
+from fourfold.atomic_files import sync_directory
 from fourfold.errors import CheckpointError
 
 # Descriptions, tokenizer, headers: what is written beside the weights.

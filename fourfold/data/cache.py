@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.atomic_files import replace_text, sync_directory, sync_file
 from fourfold.data.npy import checksum, map_npy
 from fourfold.errors import DataError
 
@@ -142,15 +143,14 @@ def _store(place: Path, key: str, expected: Expected, built: Arrays) -> Arrays |
     try:
         temporary.mkdir()
         for name, array in built.items():
-            with open(temporary / f"{name}.npy", "wb") as file:
-                np.save(file, array.reshape(-1), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
+            np.save(temporary / f"{name}.npy", array.reshape(-1), allow_pickle=False)
+            sync_file(temporary / f"{name}.npy")
         checksums = {name: _checksum(array) for name, array in built.items()}
-        _write_json(temporary / CHECKSUMS, checksums)
-        _sync_directory(temporary)
+        (temporary / CHECKSUMS).write_text(json.dumps(checksums))
+        sync_file(temporary / CHECKSUMS)
+        sync_directory(temporary)
         _commit(temporary, place / key, expected)
-        _sync_directory(place)
+        sync_directory(place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return _load(place / key, expected)
@@ -199,29 +199,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def write_record(places: Sequence[Path], key: str, record: dict[str, Any]) -> None:
     for place in places:
-        temporary = place / f".{key}.{uuid.uuid4().hex}.tmp"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            _write_json(temporary, record)
-            temporary.rename(place / f"{key}.json")
+            replace_text(place / f"{key}.json", json.dumps(record))
             return
         except OSError as error:
             log.warning("%s: result not kept here (%s)", place, error.strerror or error)
-
-
-def _write_json(path: Path, content: object) -> None:
-    with path.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_abandoned(place: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tempfile
 from collections import Counter
 from collections.abc import Collection
@@ -18,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from fourfold.atomic_files import replace_text
 from fourfold.config import load_config
 from fourfold.errors import ConfigError, UserError
 
@@ -79,9 +79,7 @@ class Translation:
         place = Path(directory)
         try:
             place.mkdir(parents=True, exist_ok=True)
-            draft = place / f".{FILE_NAME}.{socket.gethostname()}.{os.getpid()}"
-            draft.write_text(self.to_yaml(), encoding="utf-8")
-            os.replace(draft, place / FILE_NAME)
+            replace_text(place / FILE_NAME, self.to_yaml())
         except OSError as error:
             raise UserError(
                 f"{place}: the configuration cannot be written there ({error.strerror}); choose an "

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fourfold.atomic_files import replace_text
 from fourfold.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
@@ -112,23 +113,13 @@ def _cut_history(path: Path, last_step: int) -> int:
     if dropped:
         shutil.copyfile(path, path.with_name(path.name + ".bak"))
     if dropped or parsed.torn_line:
-        _replace_text(path, "".join(_line(record) for record in kept))
+        replace_text(path, "".join(_line(record) for record in kept))
     return dropped
 
 
 def _step(record: Mapping[str, Any]) -> int:
     step = record.get("step")
     return step if isinstance(step, int) else 0
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write `path` so that a crash leaves the old file or the new one, never a part."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.atomic_files import replacing
 from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def plot_losses(output_dir: str | os.PathLike[str]) -> Path:
     style: dict[str, Any] = {"va": "top", "color": TEXT, "parse_math": False}
     figure.text(0.01, 0.975, heading, fontsize=13, weight="bold", **style)
     figure.text(0.99, 0.97, _summary(records), fontsize=10, ha="right", **style)
-    part = directory / (PICTURE_NAME + ".part")
-    figure.savefig(part, format="png")
-    return part.replace(directory / PICTURE_NAME)
+    picture = directory / PICTURE_NAME
+    with replacing(picture) as aside:
+        figure.savefig(aside, format="png")
+    return picture
 
 
 def smooth(values: Floats) -> Floats:

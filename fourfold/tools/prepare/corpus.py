@@ -22,6 +22,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from fourfold.atomic_files import replacing
 from fourfold.errors import DataError, UserError
 
 CORPUS_FILE = "corpus.jsonl"
@@ -43,9 +44,8 @@ def write_corpus(directory: str | Path, max_bytes: int | None = None) -> Path:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / CORPUS_FILE
-    unfinished = directory / f".{CORPUS_FILE}.{os.getpid()}.tmp"
-    try:
-        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path) as aside:
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
             written = 0
             for text in _capped(_documents(), max_bytes):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
@@ -55,9 +55,6 @@ def write_corpus(directory: str | Path, max_bytes: int | None = None) -> Path:
                 f"max_bytes={max_bytes} is smaller than the first document of the corpus; "
                 "choose 100000 or more"
             )
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return path
 
 

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from fourfold.atomic_files import replace_text
 from fourfold.data.datasets import BLOCK
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
@@ -298,12 +299,7 @@ def read_report(stem: Path, token_bytes: int) -> ShardReport | None:
 
 
 def write_json(path: Path, content: object) -> None:
-    unfinished = _unfinished(path.parent, path.name)
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    replace_text(path, json.dumps(content, indent=1))
 
 
 def _unfinished(directory: Path, name: str) -> Path:

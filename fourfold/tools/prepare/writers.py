@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fourfold.atomic_files import sync_directory
 from fourfold.data.datasets import (
     BLOCK,
     FORMATS,
@@ -235,12 +236,7 @@ def commit(files: Sequence[UnfinishedFile]) -> None:
         file.path.unlink(missing_ok=True)
     for file in files:
         file.rename()
-    if hasattr(os, "O_DIRECTORY"):  # the names are safe only once the directory is; not on Windows
-        directory = os.open(files[0].path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    sync_directory(files[0].path.parent)  # the names are safe only once that is done
 
 
 class FormatWriter(Protocol):

@@ -6,12 +6,12 @@ picture shows documents of ten tokens and of a million. Empty documents have a b
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fourfold.atomic_files import replacing
 from fourfold.data.datasets import blocks
 from fourfold.errors import DataError
 
@@ -124,14 +124,11 @@ def draw(sizes: np.ndarray, statistics: dict[str, float], heading: str, file: st
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            figure.savefig(unfinished, format="png")
-            return unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(path) as aside:
+            figure.savefig(aside, format="png")
+        return path
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
 
