@@ -1,15 +1,18 @@
-"""The numbers of the time model that physics does not give: fitted once, on published runs.
+"""Coefficients of the time model that physics does not give: fitted once, on published runs.
 
 All are dimensionless or seconds, shared by every device and program; what differs between devices
-is in cluster.py. Values come from `python benchmarks/plan.py --fit`, which uses only the fit half
-of published_runs.csv (see published.py); docs/planning.md says how well they do on the rest.
+is in cluster.py. The values come from `python benchmarks/plan.py --fit`, which uses only the fit
+half of published_runs.csv (see published.py); docs/planning.md says how well they do on the rest.
+The file also holds what the fit gives without one family of runs, by which `--self-test` predicts
+that family (leave-one-out cross-validation).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("coefficients.json")
 
@@ -33,13 +36,27 @@ class Coefficients:
     jitter: float = 0.02  # slowdown per doubling of the number of nodes
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What one fit finds: the coefficients, and by kind of device the share of its peak that large
+    products reach. Those of the fit to all families stand in cluster.PRESETS, rounded."""
+
+    coefficients: Coefficients
+    sustained: dict[str, float]
+
+
 def load_coefficients(path: Path = FILE) -> Coefficients:
-    return Coefficients(**json.loads(path.read_text(encoding="utf-8"))["values"])
+    return Coefficients(**_read(path)["values"])
 
 
-def save_coefficients(coefficients: Coefficients, origin: str, path: Path = FILE) -> None:
-    text = json.dumps({"origin": origin, "values": asdict(coefficients)}, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+def load_left_out(path: Path = FILE) -> dict[str, Fit]:
+    """By family of published runs: the fit that saw none of its rows."""
+    return {
+        family: Fit(Coefficients(**fit["values"]), fit["sustained"])
+        for family, fit in _read(path)["without"].items()
+    }
 
 
-NAMES = tuple(field.name for field in fields(Coefficients))
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

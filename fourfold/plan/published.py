@@ -24,9 +24,8 @@ from fourfold.cost.flops import forward_flops
 from fourfold.cost.terms import Floats
 from fourfold.cost.workload import Network, Software, Spread, columns
 from fourfold.errors import UserError
-from fourfold.plan.calibrate import fit_numbers
 from fourfold.plan.cluster import PRESETS, Cluster, Device, find_device
-from fourfold.plan.coefficients import NAMES, Coefficients
+from fourfold.plan.coefficients import Coefficients
 from fourfold.plan.machine import Machine, machine_columns
 from fourfold.plan.steptime import step_time_of
 
@@ -352,12 +351,6 @@ def _seconds(
 # -- published step times beside predictions ------------------------------------------------------
 
 
-# What each family weighs in the fit, however many rows it has.
-WEIGHTS = {"vtrain single": 150, "vtrain multi": 60, "llm-foundry a100": 60, "llm-foundry h100": 40}
-KINDS = ("A100", "H100")
-START = {"A100": 0.8, "H100": 0.65}
-
-
 @dataclass(frozen=True)
 class Evidence:
     """Runs whose step time is known, as columns."""
@@ -402,27 +395,3 @@ class Evidence:
         return np.asarray(
             step_time_of(self.network, self.spread, self.software, machine, coefficients).total
         )
-
-
-def fit_published(
-    evidence: Evidence, families: Sequence[str] = FITTED_FAMILIES
-) -> tuple[Coefficients, dict[str, float]]:
-    """Coefficients and sustained shares from the fit rows of these families alone."""
-    chosen = (evidence.part == "fit") & np.isin(evidence.family, list(families))
-    rows = evidence.where(chosen)
-    counts = {family: int((rows.family == family).sum()) for family in families}
-    weights = np.array([WEIGHTS[family] / counts[family] for family in rows.family])
-    start = Coefficients()
-    numbers = np.array([getattr(start, name) for name in NAMES] + [START[kind] for kind in KINDS])
-
-    def residuals(point: Floats) -> Floats:
-        coefficients, sustained = _unpack(point)
-        return np.log(rows.predicted(coefficients, sustained) / rows.seconds)
-
-    return _unpack(fit_numbers(residuals, numbers, weights))
-
-
-def _unpack(numbers: Floats) -> tuple[Coefficients, dict[str, float]]:
-    values = dict(zip(NAMES, (float(number) for number in numbers), strict=False))
-    shares = {kind: float(n) for kind, n in zip(KINDS, numbers[len(NAMES) :], strict=True)}
-    return Coefficients(**values), shares

@@ -2,7 +2,8 @@
 
 Nothing here is fitted to what it is judged by: coefficients come from the fit rows of four
 families; the check rows of those, and all rows of every other family, were not used. Families are
-never pooled. Each is also predicted with coefficients fitted without it (leave one out).
+never pooled. Each fitted one is also predicted by the fit that left it out (leave-one-out
+cross-validation; coefficients.json holds those fits, `benchmarks/plan.py --fit` makes them).
 """
 
 from __future__ import annotations
@@ -19,21 +20,19 @@ from fourfold.cost.terms import Floats
 from fourfold.cost.workload import CONTEXT_BYTES, FRAGMENTATION, Network, Software, Spread
 from fourfold.model import ModelShape
 from fourfold.plan.cluster import MEMORY_BAND, PRESETS, parse_cluster
-from fourfold.plan.coefficients import Coefficients, load_coefficients
+from fourfold.plan.coefficients import Coefficients, Fit, load_coefficients, load_left_out
 from fourfold.plan.published import (
     FILE,
-    FITTED_FAMILIES,
-    KINDS,
     MEGATRON,
     MEMORY_PARTS,
     Evidence,
     PublishedRun,
-    fit_published,
     published_runs,
 )
 from fourfold.plan.steptime import step_time_of
 
 FEWEST_TO_RANK = 3
+FITTED_KINDS = ("A100", "H100")  # of devices, whose sustained share is fitted too
 NOISY = {"bigscience v100"}  # its authors warn that the same run varied by 40 %
 LARGE_GOLDEN = 2048  # hidden size from which a golden run says something about memory
 SEED_TGS = (142.0, 156.0)  # 175B, tp8 pp8, 64 A100, flash attention: tokens/s per device
@@ -53,12 +52,12 @@ def self_test_lines(rows: Path | None = None) -> Iterator[str]:
     runs = published_runs(FILE if rows is None else rows)
     evidence = Evidence.of(runs)
     coefficients = load_coefficients()
-    sustained = {kind: PRESETS[f"{kind}-80G"].sustained for kind in KINDS}
+    sustained = {kind: PRESETS[f"{kind}-80G"].sustained for kind in FITTED_KINDS}
     yield f"{len(runs)} published measurements, {len(evidence.runs)} of them step times"
     targets: list[Target] = []
     if evidence.runs:
         errors = evidence.errors(coefficients, sustained)
-        yield from _step_times(evidence, errors, rows is None)
+        yield from _step_times(evidence, errors, load_left_out() if rows is None else {})
         yield from _ranking(evidence, errors, targets)
         targets += _time_targets(evidence, errors)
     yield from _memory(runs, targets)
@@ -68,7 +67,7 @@ def self_test_lines(rows: Path | None = None) -> Iterator[str]:
     yield from (target.line() for target in targets)
 
 
-def _step_times(evidence: Evidence, errors: Floats, leave_out: bool) -> Iterator[str]:
+def _step_times(evidence: Evidence, errors: Floats, without: dict[str, Fit]) -> Iterator[str]:
     yield ""
     yield "step time, predicted against measured (mean absolute error, mean error, worst):"
     heads = f"{'rows':>5}{'mean |e|':>10}{'mean e':>9}{'worst':>8}  left out"
@@ -80,8 +79,8 @@ def _step_times(evidence: Evidence, errors: Floats, leave_out: bool) -> Iterator
                 continue
             e = errors[chosen]
             out = ""
-            if leave_out and family in FITTED_FAMILIES and part == "check":
-                out = f"{_left_out(evidence, family):9.1%}"
+            if family in without and part == "check":
+                out = f"{_left_out(evidence, family, without[family]):9.1%}"
             yield (
                 f"  {family:<18}{part:<8}{len(e):>5}{np.abs(e).mean():>10.1%}{e.mean():>+9.1%}"
                 f"{np.abs(e).max():>8.0%}  {out}"
@@ -89,12 +88,10 @@ def _step_times(evidence: Evidence, errors: Floats, leave_out: bool) -> Iterator
     yield "  quoted: figures recalled from papers, shown for orientation only"
 
 
-def _left_out(evidence: Evidence, family: str) -> float:
-    """Error on all rows of a family with coefficients fitted without any of them."""
-    others = [name for name in FITTED_FAMILIES if name != family]
-    coefficients, sustained = fit_published(evidence, others)
+def _left_out(evidence: Evidence, family: str, fit: Fit) -> float:
+    """Error on all rows of a family by a fit that saw none of them."""
     rows = evidence.where(evidence.family == family)
-    return float(np.abs(rows.errors(coefficients, sustained)).mean())
+    return float(np.abs(rows.errors(fit.coefficients, fit.sustained)).mean())
 
 
 def _ranking(evidence: Evidence, errors: Floats, targets: list[Target]) -> Iterator[str]:
