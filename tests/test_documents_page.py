@@ -15,13 +15,13 @@ import pytest
 import typer
 import yaml
 
-import fourfold.flags
+import fourfold.compat
 from fourfold.cli import app
+from fourfold.compat.flags import FlagParser
+from fourfold.compat.paddle_launch import read_job
 from fourfold.config.fields import leaves
 from fourfold.config.schema import Config
 from fourfold.errors import UserError
-from fourfold.flags.reading import FlagReader
-from fourfold.launch.paddle_launch import read_job
 
 ROOT = Path(__file__).parent.parent
 # Without its blocks of commands and output, whose back-ticks are no marks.
@@ -81,8 +81,8 @@ def launcher_options(capsys: pytest.CaptureFixture[str]) -> set[str]:
 def flag_readers() -> dict[str, Callable[..., Any]]:
     """`read_flags` of every module that reads another program's command line."""
     readers = {}
-    for found in pkgutil.iter_modules(fourfold.flags.__path__):
-        module = importlib.import_module(f"fourfold.flags.{found.name}")
+    for found in pkgutil.iter_modules(fourfold.compat.__path__):
+        module = importlib.import_module(f"fourfold.compat.{found.name}")
         read = getattr(module, "read_flags", None)
         if read is not None and read.__module__ == module.__name__:
             readers[found.name] = read
@@ -93,11 +93,11 @@ def flags_of(read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> set[s
     """Every flag a program takes or refuses by name."""
     flags: set[str] = set()
 
-    def listen(reader: FlagReader, arguments: Sequence[str], refused: Any = None) -> dict[str, Any]:
+    def listen(reader: FlagParser, arguments: Sequence[str], refused: Any = None) -> dict[str, Any]:
         flags.update(reader._option_string_actions, refused or ())
         return {}
 
-    monkeypatch.setattr(FlagReader, "read", listen)
+    monkeypatch.setattr(FlagParser, "read", listen)
     takes_name = "program" in inspect.signature(read).parameters
     with contextlib.suppress(UserError):
         read(*(["program"] if takes_name else []), [])

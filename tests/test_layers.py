@@ -10,7 +10,7 @@ import pytest
 ORDER = (
     "errors atomic_files heartbeat waiting signals processors shards config tokenizer data model "
     "mesh parallel cost optim metrics checkpoint convert tools engine generate evaluate serve plan "
-    "launch cli flags"
+    "launch cli compat"
 )
 LINE = ORDER.split()
 PACKAGE = Path(__file__).parent.parent / "fourfold"
@@ -39,6 +39,8 @@ FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if not part_of(file).sta
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_run_left_to_right(file: Path) -> None:
+    if file.name == "__main__.py":
+        return  # a door: `python -m fourfold.launch` is a part's name and another program's command
     own = part_of(file)
     assert own in LINE, f"{own} has no place in the line"
     right = {part for part in imported_parts(file) if LINE.index(part) > LINE.index(own)}
@@ -56,7 +58,7 @@ def test_light_parts_import_no_torch(part: str) -> None:
 
 def test_training_imports_no_tools() -> None:
     """The tools around token files may grow without making training slower to read or start."""
-    doors = {"tools", "cli", "flags"}
+    doors = {"tools", "cli", "compat"}
     for file in FILES:
         if part_of(file) not in doors:
             assert "tools" not in imported_parts(file), file
@@ -65,14 +67,13 @@ def test_training_imports_no_tools() -> None:
 # -- files ----------------------------------------------------------------------------------------
 
 # What nothing imports is a way in: a command, a script of an example, a class that others load.
-WAYS_IN = {"evaluate/harness.py", "flags/megatron.py", "flags/paddlenlp.py"}
+WAYS_IN = {"evaluate/harness.py", "compat/megatron.py", "compat/paddlenlp.py"}
 MOST_LINES, FEWEST_LINES = 520, 120
 # What does not keep to that yet. A file that grows beyond the bounds is not added here, but joined
 # or cut; one that does is taken out.
 LARGE = {"config/schema.py"}  # every key of the configuration
 SMALL = {
     "cost/traffic.py",
-    "flags/starting.py",
     "generate/beam.py",
     "parallel/data_parallel.py",
     "parallel/replica_check.py",

@@ -13,7 +13,7 @@ import typer
 from fourfold.errors import DataError, UserError
 
 if TYPE_CHECKING:
-    from fourfold.metrics.targets import Finding
+    from fourfold.tools.targets import Finding
 
 MET, MISSED, UNKNOWN = 0, 1, 2
 
@@ -40,7 +40,7 @@ def target(
     preset: Annotated[TargetPreset | None, typer.Option(help="A published target.")] = None,
 ) -> None:
     """Say whether a run met a target: exit code 0 if so, 1 if not, 2 if the log cannot tell."""
-    from fourfold.metrics.targets import NOTES, PRESETS, RunTarget, check_target, log_file, read_log
+    from fourfold.tools.targets import NOTES, PRESETS, RunTarget, check_target, log_file, read_log
 
     given: dict[str, Any] = {"loss": loss, "ppl": ppl, "tgs": tgs}
     for name, value in given.items():

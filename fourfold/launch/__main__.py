@@ -2,6 +2,6 @@
 
 import sys
 
-from fourfold.launch.paddle_launch import main
+from fourfold.compat.paddle_launch import main
 
 sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,2 @@
-"""Tools around token files, which training does not import: see `prepare` and `tokens`."""
+"""Tools that training does not import: text to token files (`prepare`), work on token files
+(`tokens`), and whether a run met its target (`targets`)."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fourfold.errors import DataError
 from fourfold.metrics import Console, Sinks, Step, open_sinks
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines, perplexity
-from fourfold.metrics.targets import (
+from fourfold.tools.targets import (
     MAX_LINE_BYTES,
     LogRecord,
     RunTarget,

@@ -8,7 +8,7 @@
 
 import sys
 
-from fourfold.flags.paddlenlp import main
+from fourfold.compat.paddlenlp import main
 
 if __name__ == "__main__":
     main("static", "run_pretrain_static.py", sys.argv[1:])

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fourfold.cli import main as fourfold
+from fourfold.compat.flags import Translation
+from fourfold.compat.megatron_flags import PROGRAM, Given, read_flags, without_effect
+from fourfold.compat.megatron_preprocess import tokenizer_place
 from fourfold.errors import ConfigError, UserError, report
-from fourfold.flags.megatron_rules import PROGRAM, Given, read_flags, without_effect
-from fourfold.flags.preprocess import tokenizer_place
-from fourfold.flags.translation import Translation
 
 NO_SAVE = "./output"
 # Flag, key, and what Megatron takes where the flag is missing (None: what Fourfold derives).

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.compat.paddle_launch import read_job
 from fourfold.errors import UserError
-from fourfold.launch.paddle_launch import read_job
 
 TELL = """\
 import json, os, sys

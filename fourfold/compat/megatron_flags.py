@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fourfold.compat.flags import FlagParser, number, whole
 from fourfold.errors import UserError
-from fourfold.flags.reading import FlagReader, number, whole
 
 PROGRAM = "pretrain_gpt.py"
 Given = dict[str, Any]
@@ -195,8 +195,8 @@ def without_effect(given: Given) -> list[str]:
     return [flag for flag in given if flag in known]
 
 
-def _reader() -> FlagReader:
-    flags = FlagReader(
+def _reader() -> FlagParser:
+    flags = FlagParser(
         PROGRAM,
         "Train a GPT by the flags of Megatron-DeepSpeed's pretrain_gpt.py. They become a "
         "config.yaml in the directory of --save, which names the flag behind each value.",

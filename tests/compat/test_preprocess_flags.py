@@ -17,10 +17,10 @@ from helpers.raw_text import (
     write_wikipedia,
 )
 
+from fourfold.compat.megatron_preprocess import main, preprocess
 from fourfold.data import open_datasets
 from fourfold.data.tokenizer_check import find_tokenizer
 from fourfold.errors import DataError, UserError
-from fourfold.flags.preprocess import main, preprocess
 from fourfold.tokenizer import Tokenizer
 
 

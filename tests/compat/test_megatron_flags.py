@@ -9,16 +9,16 @@ import pytest
 import yaml
 from helpers.raw_text import write_vocabulary
 
-from fourfold.config import Config, load_config
-from fourfold.errors import ConfigError, UserError
-from fourfold.flags.megatron import (
+from fourfold.compat.megatron import (
     VocabularyFlags,
     notices,
     read_vocabulary,
     translate,
     write_config,
 )
-from fourfold.flags.megatron_rules import read_flags
+from fourfold.compat.megatron_flags import read_flags
+from fourfold.config import Config, load_config
+from fourfold.errors import ConfigError, UserError
 from fourfold.model import ModelShape, count_parameters
 from fourfold.optim import build_schedule
 

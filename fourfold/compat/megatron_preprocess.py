@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fourfold.compat.flags import FlagParser, whole
 from fourfold.errors import UserError, report
-from fourfold.flags.reading import FlagReader, whole
 
 if TYPE_CHECKING:
     from fourfold.tools.prepare.manifest import PrepareSettings
@@ -40,7 +40,7 @@ REFUSED = {
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, Any]:
-    flags = FlagReader(PROGRAM, "JSON lines to the token files Megatron and Fourfold train on.")
+    flags = FlagParser(PROGRAM, "JSON lines to the token files Megatron and Fourfold train on.")
     flags.value("--input", "JSON lines (also .gz or .zst), or a glob in quotes.", metavar="PATH")
     flags.value("--output-prefix", "Where the token files go, without key and ending.")
     flags.value("--json-keys", "Keys that hold text; files for each.", nargs="+", metavar="KEY")

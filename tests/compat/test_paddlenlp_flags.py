@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from fourfold.compat.paddlenlp import prepare, translate
+from fourfold.compat.paddlenlp_flags import (
+    DEFAULTS,
+    Flags,
+    GraphMode,
+    PaddleLayout,
+    read_flags,
+    without_effect,
+)
+from fourfold.compat.paddlenlp_models import PRESETS, find_start, weights_place
 from fourfold.config import Config, load_config
 from fourfold.convert import load_foreign
 from fourfold.engine import build_engine
 from fourfold.errors import ConfigError, UserError
-from fourfold.flags.paddlenlp import prepare, translate
-from fourfold.flags.paddlenlp_options import DEFAULTS, Flags, read_flags
-from fourfold.flags.paddlenlp_rules import GraphMode, PaddleLayout, without_effect
-from fourfold.flags.presets import PRESETS
-from fourfold.flags.starting import find_start, weights_place
 from fourfold.model import ModelShape, count_parameters
 
 FLEETX_TINY = Path(__file__).parent.parent / "fixtures" / "fleetx_tiny"

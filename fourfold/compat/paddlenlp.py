@@ -15,12 +15,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold import cli
+from fourfold.compat.flags import Translation
+from fourfold.compat.paddlenlp_flags import (
+    Flags,
+    GraphMode,
+    PaddleLayout,
+    problems_of,
+    read_flags,
+    without_effect,
+)
+from fourfold.compat.paddlenlp_models import (
+    END_OF_TEXT,
+    SIZES,
+    Start,
+    find_start,
+    take_weights,
+    weights_place,
+)
 from fourfold.errors import ConfigError, UserError, report
-from fourfold.flags.paddlenlp_options import Flags, read_flags
-from fourfold.flags.paddlenlp_rules import GraphMode, PaddleLayout, problems_of, without_effect
-from fourfold.flags.presets import END_OF_TEXT
-from fourfold.flags.starting import SIZES, Start, find_start, take_weights, weights_place
-from fourfold.flags.translation import Translation
 from fourfold.launch.launchers import join_launcher
 
 # Flags that are keys under another name.

@@ -1,4 +1,6 @@
-"""A launcher for any script, with the options of `paddle.distributed.launch`.
+"""`python -m fourfold.launch`: a launcher for any script, with Paddle's options.
+
+The options are those of `python -m paddle.distributed.launch`:
 
     python -m fourfold.launch --log_dir log --devices "0,1,2,3" run_pretrain.py -c configs.yaml
 
@@ -25,6 +27,7 @@ from fourfold.errors import UserError, report
 from fourfold.launch.launchers import Nodes, become, refuse_inside_launcher, torchrun_command
 from fourfold.launch.supervisor import supervise
 
+PROGRAM = "python -m fourfold.launch"
 LOG_NAME = "workerlog.{rank}"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -129,7 +132,7 @@ def _num_gpus() -> int:
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; python -m {__package__} -h explains the options")
+        raise UserError(f"{message}; {PROGRAM} -h explains the options")
 
 
 def read_job(words: Sequence[str]) -> ScriptJob:
@@ -158,7 +161,7 @@ def read_job(words: Sequence[str]) -> ScriptJob:
 
 def _parser() -> ArgumentParser:
     parser = _Parser(
-        prog=f"python -m {__package__}",
+        prog=PROGRAM,
         description="Run a Python script in one process per device, with the options of\n"
         "python -m paddle.distributed.launch.",
         epilog=EXAMPLES,
