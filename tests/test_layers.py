@@ -9,8 +9,8 @@ import pytest
 
 # Each part imports only from parts to its left.
 ORDER = (
-    "errors atomic_files heartbeat waiting signals processors shards config tokenizer data model "
-    "mesh parallel cost optim metrics checkpoint engine"
+    "errors atomic_files charts terminal heartbeat waiting signals processors shards config "
+    "tokenizer data model mesh parallel cost optim metrics checkpoint engine"
 )
 CORE = ORDER.split()
 # Each imports the core, and of the other tools only those it names.

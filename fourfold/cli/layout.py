@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.terminal import in_bytes, table_lines
 
 World = Annotated[
     int | None, typer.Option(min=1, help="Number of processes [what the file needs].")
@@ -16,7 +17,7 @@ World = Annotated[
 def layout(config: ConfigFile, override: Overrides = None, world: World = None) -> None:
     """Build every rank of the configured layout on the meta device and list what it holds."""
     from fourfold.config import load_config
-    from fourfold.engine.banner import fake_rank_memory, in_bytes
+    from fourfold.engine.banner import fake_rank_memory
     from fourfold.model import ModelShape, count_parameters
     from fourfold.parallel import layout_of
 
@@ -40,9 +41,8 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
                 in_bytes(share.activation_bytes),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for row in rows:
-        typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    for line in table_lines(rows, ">"):
+        typer.echo(line)
     counted, expected = sum(share.counted for share in shares), count_parameters(chosen)
     assert counted == expected, (counted, expected)
     typer.echo(

@@ -11,6 +11,7 @@ import typer
 
 from fourfold.cli.options import Overrides, check_new, check_writable, refuse_all_but
 from fourfold.errors import UserError
+from fourfold.terminal import table_lines
 
 if TYPE_CHECKING:
     from fourfold.plan.planner import Candidate, Plan
@@ -359,6 +360,5 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
             shown.add_row(*cells, style="bold" if "file" in cells[0] else colours.get(cells[4]))
         Console().print(shown)
         return
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    for cells in [heads, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+    for line in table_lines([heads, *rows]):
+        print(line)

@@ -24,6 +24,7 @@ from fourfold.mesh import Layout, fake_mesh, is_cpu
 from fourfold.model import GPT, ModelShape, count_parameters
 from fourfold.model.init import untrained_loss
 from fourfold.parallel import Runner, layout_of, parallelize
+from fourfold.terminal import in_bytes
 
 
 def describe(
@@ -207,10 +208,6 @@ def describe_ranks(shares: list[RankMemory]) -> Iterator[str]:
             f"{share.parameters:,} parameters; {listed}: {in_bytes(share.state_bytes)}, "
             f"activations about {in_bytes(share.activation_bytes)}"
         )
-
-
-def in_bytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def _ranges(numbers: list[int]) -> str:

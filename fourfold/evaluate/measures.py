@@ -19,6 +19,7 @@ from fourfold.evaluate.scoring import Scorer, ScoreRequest
 from fourfold.generate import Decoder
 from fourfold.generate.loading import Trained, load_trained
 from fourfold.metrics.lines import perplexity
+from fourfold.terminal import table_lines
 from fourfold.tokenizer import Tokenizer
 
 Notice = Callable[[str], None]
@@ -45,8 +46,7 @@ class Result:
         for name, value in self.numbers.items():
             shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
             rows.append((name.replace("_", " "), shown))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {shown}" for name, shown in rows)
+        return "\n".join(table_lines(rows))
 
 
 def evaluate(config: Config, on_notice: Notice = print) -> Result:

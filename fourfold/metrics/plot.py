@@ -6,7 +6,6 @@ bottom, tokens along the top. Drawn without a display, for one record or a hundr
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,51 +13,47 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.atomic_files import replacing
+from fourfold.charts import (
+    BLUE,
+    FAINT,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    TEXT,
+    new_figure,
+    save_png,
+    shorten_numbers,
+    style_axes,
+    write_heading,
+)
 from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.ticker import Locator
 
 Floats = NDArray[np.float64]
 
 PICTURE_NAME = "loss_curve.png"
-TRAIN, EVAL, TEST, RATE, BAD = "#3b6fb6", "#d9772b", "#3a8f5c", "#7a5aa6", "#c0392b"
-TEXT, FAINT = "#333333", "#e4e4e4"
+TRAIN, EVAL, TEST, RATE, BAD = BLUE, ORANGE, GREEN, PURPLE, RED
 MOST_POINTS = 4000
-TICK_SERIES = (
-    (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
-    (1, 1.5, 2, 3, 4, 5, 6, 8),
-    (1, 2, 5),
-    (1,),
-)
 
 
 def plot_losses(output_dir: str | os.PathLike[str]) -> Path:
     """Draw the run's `metrics.jsonl` and return the path of the picture."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     directory = Path(output_dir)
     records = read_jsonl(directory / FILE_NAME)
-    # The strip above the axes is left to the heading.
-    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 0.945))
-    figure = Figure(figsize=(9, 6), dpi=150, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 6, heading_share=0.055)
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[3.4, 1])
     for axes in (losses, rates):
-        _plain_style(axes)
+        style_axes(axes)
     _draw_losses(losses, records)
     _draw_rates(rates, records)
     _draw_tokens(losses, records)
-    heading = directory.resolve().name
-    style: dict[str, Any] = {"va": "top", "color": TEXT, "parse_math": False}
-    figure.text(0.01, 0.975, heading, fontsize=13, weight="bold", **style)
-    figure.text(0.99, 0.97, _summary(records), fontsize=10, ha="right", **style)
+    write_heading(figure, directory.resolve().name, _summary(records))
     picture = directory / PICTURE_NAME
-    with replacing(picture) as aside:
-        figure.savefig(aside, format="png")
+    save_png(figure, picture)
     return picture
 
 
@@ -137,30 +132,29 @@ def _draw_losses(axes: Axes, records: list[dict[str, Any]]) -> None:
 
 def _scale_losses(axes: Axes, values: Floats) -> None:
     """A logarithmic axis when the loss falls far; its labels stay plain numbers."""
-    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import NullLocator, StrMethodFormatter
 
     if len(values) == 0 or values.min() <= 0 or values.max() < 1.5 * values.min():
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(FixedLocator(log_ticks(values.min(), values.max())))
+    axes.yaxis.set_major_locator(log_locator(values.min(), values.max()))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`: the finest of a few series that gives few enough."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks: list[float] = []
-    for series in TICK_SERIES:
-        every = [digit * 10.0**decade for decade in decades for digit in series]
-        ticks = [tick for tick in every if low <= tick <= high]
-        if len(ticks) <= 9:
-            break
-    return ticks[:: len(ticks) // 10 + 1]
+def log_locator(low: float, high: float) -> Locator:
+    """Where a logarithmic axis has its ticks: at most about ten, at round numbers."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    ratio = high / low
+    if ratio < 10:  # powers of ten alone would be one tick or none
+        return MaxNLocator(10, steps=[1, 2, 5, 10])
+    digits = (1, 2, 3, 5) if ratio < 100 else (1, 3) if ratio < 1e4 else (1,)
+    return LogLocator(subs=digits, numticks=9)
 
 
 def _draw_rates(axes: Axes, records: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     steps, rates = _column(records, "train", "learning_rate")
     if len(steps):
@@ -172,12 +166,10 @@ def _draw_rates(axes: Axes, records: list[dict[str, Any]]) -> None:
     last = max([record.get("step", 1) for record in records], default=1)
     axes.set_xlim(0, max(last * 1.02, 2))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    shorten_numbers(axes.xaxis)
 
 
 def _draw_tokens(axes: Axes, records: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import EngFormatter
-
     trained = [record for record in records if record.get("kind") == "train"]
     if not trained:
         return
@@ -185,7 +177,7 @@ def _draw_tokens(axes: Axes, records: list[dict[str, Any]]) -> None:
     top = axes.secondary_xaxis(
         "top", functions=(lambda x: np.asarray(x) * per_step, lambda x: np.asarray(x) / per_step)
     )
-    top.xaxis.set_major_formatter(EngFormatter(sep=""))
+    shorten_numbers(top.xaxis)
     top.set_xlabel("tokens", color=TEXT, labelpad=6)
     top.tick_params(colors=TEXT, length=3)
     top.spines["top"].set_color(FAINT)
@@ -194,13 +186,3 @@ def _draw_tokens(axes: Axes, records: list[dict[str, Any]]) -> None:
 def _line(axes: Axes, steps: Floats, values: Floats, colour: str, **style: Any) -> None:
     steps, values = thin_out(steps, values)
     axes.plot(steps, values, color=colour, marker="o" if len(steps) == 1 else None, **style)
-
-
-def _plain_style(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=TEXT, length=3)
-    axes.grid(color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.xaxis.label.set_color(TEXT)
-    axes.yaxis.label.set_color(TEXT)

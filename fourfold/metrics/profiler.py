@@ -26,6 +26,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from fourfold.errors import UserError
 from fourfold.metrics.meter import PROFILER_PREFIX
+from fourfold.terminal import table_lines
 
 
 class ProfilerWindow:
@@ -300,13 +301,7 @@ def _table(title: str, header: list[str], cells: list[list[str]]) -> str:
     if not cells:
         return f"{title}\n  none recorded\n"
     shown = [[row[0][:60], *row[1:]] for row in cells[:MOST_ROWS]]
-    widths = [max(len(row[column]) for row in [header, *shown]) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]
-        )
-        for row in [header, *shown]
-    ]
+    lines = table_lines([header, *shown], "<>")
     left_out = len(cells) - len(shown)
     if left_out:
         lines.append(f"and {left_out} more")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.atomic_files import replace_text
+from fourfold.charts import FAINT, GREEN, ORANGE, PURPLE, RED, TEXT, new_figure, save_png
 from fourfold.errors import UserError
 from fourfold.plan.cluster import GIB
 from fourfold.plan.planner import Candidate, Plan
@@ -19,15 +21,14 @@ from fourfold.plan.report import size_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TEXT, FAINT, LIMIT = "#333333", "#e4e4e4", "#c0392b"
 TIME_COLOURS = {
-    "products": "#2f5d9b", "attention": "#5b8fd0", "element-wise": "#9dc0e8", "head": "#3a8f5c",
-    "tensor parallel": "#d9772b", "pipeline sends": "#eda567", "data parallel": "#f3c99f",
-    "host": "#7a5aa6", "bubble": "#b9b9b9", "optimizer": "#80b796", "fixed": "#dddddd",
+    "products": "#2f5d9b", "attention": "#5b8fd0", "element-wise": "#9dc0e8", "head": GREEN,
+    "tensor parallel": ORANGE, "pipeline sends": "#eda567", "data parallel": "#f3c99f",
+    "host": PURPLE, "bubble": "#b9b9b9", "optimizer": "#80b796", "fixed": "#dddddd",
 }  # fmt: skip
 MEMORY_COLOURS = {
-    "weights": "#2f5d9b", "gradients": "#5b8fd0", "optimizer": "#9dc0e8", "activations": "#d9772b",
-    "logits": "#eda567", "buffers": "#7a5aa6", "reserve": "#c9c9c9",
+    "weights": "#2f5d9b", "gradients": "#5b8fd0", "optimizer": "#9dc0e8", "activations": ORANGE,
+    "logits": "#eda567", "buffers": PURPLE, "reserve": "#c9c9c9",
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def draw(plan: Plan, top: int, path: Path) -> None:
     heading = f"{size_text(plan.subject.parameters)} parameters on {plan.cluster}"
     try:
         if path.suffix == ".html":
-            path.write_text(_html(heading, charts), encoding="utf-8")
+            replace_text(path, _html(heading, charts))
         elif path.suffix == ".png":
             _png(heading, charts, path)
         else:
@@ -87,19 +88,12 @@ def _merged(parts: dict[str, float]) -> dict[str, float]:
 
 
 def _png(heading: str, charts: list[Chart], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = len(charts[0].bars)
-    figure = Figure(
-        figsize=(15, 2.2 + 0.52 * rows), dpi=130, facecolor="white", layout="constrained"
-    )
-    FigureCanvasAgg(figure)
+    figure = new_figure(15, 2.2 + 0.52 * len(charts[0].bars), dpi=130)
     left, right = figure.subplots(1, 2, sharey=True)
     figure.suptitle(heading, x=0.01, ha="left", weight="bold", color=TEXT, parse_math=False)
     for axes, chart in zip((left, right), charts, strict=True):
         _draw_chart(axes, chart)
-    figure.savefig(path, format="png")
+    save_png(figure, path)
 
 
 def _draw_chart(axes: Axes, chart: Chart) -> None:
@@ -114,7 +108,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
     for place, end in zip(places, start, strict=True):
         axes.text(end, place, f" {end:.4g}", va="center", color=TEXT, fontsize=9)
     if chart.limit is not None:
-        axes.axvline(chart.limit, color=LIMIT, linewidth=1.2, linestyle="--")
+        axes.axvline(chart.limit, color=RED, linewidth=1.2, linestyle="--")
     axes.set_yticks(list(places), [bar.label for bar in chart.bars], fontsize=8)
     axes.set_ylim(len(chart.bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.1 * max([*start, chart.limit or 0.0]))
@@ -154,7 +148,7 @@ def _svg(chart: Chart) -> str:
     if chart.limit is not None:
         x = LABEL + scale * chart.limit
         items.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="24" y2="{height - 30}" stroke="{LIMIT}" '
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="24" y2="{height - 30}" stroke="{RED}" '
             f'stroke-dasharray="4"><title>{chart.limit:g} {chart.unit}</title></line>'
         )
     items += _svg_legend(chart, height - 14)

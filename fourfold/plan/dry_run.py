@@ -24,7 +24,7 @@ from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of
-from fourfold.engine.banner import RankMemory, in_bytes, own_memory
+from fourfold.engine.banner import RankMemory, own_memory
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
@@ -33,6 +33,7 @@ from fourfold.parallel import Runner, assemble, draft, layout_of
 from fourfold.plan.subject import subject_of
 from fourfold.plan.timeline import Timeline, timeline_of
 from fourfold.shards import local
+from fourfold.terminal import in_bytes
 
 CPU = torch.device("cpu")
 AGREED_NUMBERS = 3  # loss, squared norm and a wish to stop, in double precision

@@ -7,22 +7,29 @@ picture shows documents of ten tokens and of a million. Empty documents have a b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fourfold.atomic_files import replacing
+from fourfold.charts import (
+    BLUE,
+    GREEN,
+    TEXT,
+    new_figure,
+    save_png,
+    shorten_numbers,
+    style_axes,
+    write_heading,
+)
 from fourfold.data.datasets import blocks
 from fourfold.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLUMNS = 78
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 PICTURE_BINS = 80
-DOCUMENTS, TOKENS, TEXT, FAINT = "#3b6fb6", "#3a8f5c", "#333333", "#e4e4e4"
 
 
 def count_lengths(sizes: np.ndarray, most_bins: int) -> list[dict[str, int]]:
@@ -101,54 +108,35 @@ def _bar(share: float, columns: int) -> str:
 
 def draw(sizes: np.ndarray, statistics: dict[str, float], heading: str, file: str | Path) -> Path:
     """Documents and tokens by document length as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     # Few documents in many bins would draw their noise.
     histogram = count_lengths(sizes, int(np.clip(6 * len(sizes) ** (1 / 3), 12, PICTURE_BINS)))
-    # The strip above the axes is left to the heading.
-    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 0.93))
-    figure = Figure(figsize=(9, 5.5), dpi=150, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5.5, heading_share=0.07)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[1.6, 1])
-    for axes, what, colour in ((upper, "documents", DOCUMENTS), (lower, "tokens", TOKENS)):
+    for axes, what, colour in ((upper, "documents", BLUE), (lower, "tokens", GREEN)):
         _draw_bins(axes, histogram, what, colour)
     _mark(upper, lower, statistics)
     _scale_lengths(lower, histogram)
-    style: dict[str, Any] = {"va": "top", "color": TEXT, "parse_math": False}
-    figure.text(0.01, 0.975, heading, fontsize=13, weight="bold", **style)
-    summary = f"{len(sizes):,} documents    {int(sizes.sum(dtype=np.int64)):,} tokens"
-    figure.text(0.99, 0.97, summary, fontsize=10, ha="right", **style)
-    return _save(figure, Path(file))
-
-
-def _save(figure: Figure, path: Path) -> Path:
+    tokens = int(sizes.sum(dtype=np.int64))
+    write_heading(figure, heading, f"{len(sizes):,} documents    {tokens:,} tokens")
+    path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as aside:
-            figure.savefig(aside, format="png")
-        return path
+        save_png(figure, path)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+    return path
 
 
 def _draw_bins(axes: Axes, histogram: list[dict[str, int]], what: str, colour: str) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=TEXT, length=3)
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
+    style_axes(axes, grid="y")
     left = np.array([_place(entry["first"]) for entry in histogram])
     right = np.array([_place(entry["last"] + 1) for entry in histogram])
     heights = [entry[what] for entry in histogram]
     axes.bar(
         left, heights, right - left, align="edge", color=colour, edgecolor="white", linewidth=0.5
     )
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_ylabel(what, color=TEXT)
+    shorten_numbers(axes.yaxis)
+    axes.set_ylabel(what)
 
 
 def _place(length: int) -> float:
@@ -195,4 +183,4 @@ def _scale_lengths(axes: Axes, histogram: list[dict[str, int]]) -> None:
         ticks = np.array([low, high])
         names = [f"{round(2**low):,}", f"{round(2**high):,}"]
     axes.set_xticks(ticks, names)
-    axes.set_xlabel("tokens per document", color=TEXT)
+    axes.set_xlabel("tokens per document")

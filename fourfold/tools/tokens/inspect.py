@@ -24,6 +24,7 @@ from fourfold.data.readers import document_index, empty_groups
 from fourfold.data.splits import SplitData
 from fourfold.data.tokenizer_check import find_tokenizer
 from fourfold.errors import DataError, UserError
+from fourfold.terminal import table_lines
 from fourfold.tokenizer import Tokenizer
 from fourfold.tools.tokens.histogram import bars, count_lengths
 
@@ -292,10 +293,8 @@ def blend_lines(name: str, part: SplitData) -> Iterator[str]:
         )
         for share in shares
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    for row in (head, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths)]
-        yield "  " + "  ".join([*cells, row[-1]])
+    for line in table_lines([head, *rows], ">>>>><"):
+        yield f"  {line}"
     for source in part.sources:
         if source.name not in {share.name for share in shares}:
             yield f"  warning: {source.name} has no tokens in the {name} part; the others share it"
