@@ -334,15 +334,15 @@ class Mesh:
     ) -> None:
         self.layout = layout
         self.rank = rank
-        self.place = layout.coordinates(rank)
+        self.coordinates = layout.coordinates(rank)
         self.device_mesh: DeviceMesh | None = None
-        self.ends_group: ProcessGroup | None = None
+        self.tied_embedding_group: ProcessGroup | None = None
         self._timeout = timedelta(seconds=timeout_seconds)
         self._meetings = meetings
         if layout.world_size > 1:
             self.device_mesh = self._join_axes(device_type)
         if layout.pp > 1:
-            self.ends_group = self._join_ends()
+            self.tied_embedding_group = self._join_tied_embedding()
 
     def _join_axes(self, device_type: str) -> DeviceMesh:
         """The axes that are on. Torch's `init_device_mesh` would make every group of every axis,
@@ -379,7 +379,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which slice of the global batch is this rank's."""
-        return self.place["dp"] * self.layout.sharding + self.place["sharding"]
+        return self.coordinates["dp"] * self.layout.sharding + self.coordinates["sharding"]
 
     def degree(self, axis: str) -> int:
         return self.layout.degrees[AXES.index(axis)]
@@ -402,7 +402,7 @@ class Mesh:
         axes = ("dp", "sharding") if self.layout.dp > 1 else "sharding"
         return self.device_mesh[axes]
 
-    def _join_ends(self) -> ProcessGroup | None:
+    def _join_tied_embedding(self) -> ProcessGroup | None:
         """The first and the last pipeline rank of this rank's column, if it is one of them."""
         if self.layout.pp == 2:
             return self.group("pp")
@@ -410,7 +410,7 @@ class Mesh:
 
     # -- what all ranks must see alike ------------------------------------------------------
 
-    def total(self, *values: float) -> list[float]:
+    def all_reduce(self, *values: float) -> list[float]:
         """Each value summed over all ranks, to the same bits on every one of them."""
         if self.size == 1:
             return list(values)
@@ -419,7 +419,7 @@ class Mesh:
             dist.all_reduce(summed)
         return summed.tolist()
 
-    def everyone(self, *values: float) -> list[list[float]]:
+    def all_gather(self, *values: float) -> list[list[float]]:
         """The values of every rank, by rank."""
         if self.size == 1:
             return [list(values)]
@@ -433,7 +433,7 @@ class Mesh:
         if self._meetings is not None:
             self._meetings.meet()
 
-    def agree(self, text: str | None) -> str | None:
+    def broadcast_first(self, text: str | None) -> str | None:
         """The text of the first rank that gives one, on every rank, or None if none does.
 
         Plain bytes travel, nothing is unpickled. However long some rank was busy before, the
@@ -443,7 +443,7 @@ class Mesh:
             return text
         self._meet()
         own = b"" if text is None else b"+" + text.encode()
-        lengths = [int(row[0]) for row in self.everyone(len(own))]
+        lengths = [int(row[0]) for row in self.all_gather(len(own))]
         speaker = next((rank for rank, length in enumerate(lengths) if length > 0), None)
         if speaker is None:
             return None
@@ -454,12 +454,12 @@ class Mesh:
         return bytes(message.tolist())[1:].decode()
 
     def gather(self, text: str) -> list[str]:
-        """The text of every rank, by rank; it is sent and waited for as in `agree`."""
+        """The text of every rank, by rank; it is sent and waited for as in `broadcast_first`."""
         if self.size == 1:
             return [text]
         self._meet()
         own = text.encode()
-        lengths = [int(row[0]) for row in self.everyone(len(own))]
+        lengths = [int(row[0]) for row in self.all_gather(len(own))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
         rows = torch.empty(self.size, max(lengths), dtype=torch.uint8)
@@ -467,7 +467,7 @@ class Mesh:
         texts = (bytes(row[:length].numpy()) for row, length in zip(rows, lengths))
         return [text.decode() for text in texts]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank; a `UserError` of one of them is raised on all."""
         done: list[T] = []
         problem: UserError | None = None
@@ -475,16 +475,16 @@ class Mesh:
             done.append(work())
         except UserError as error:
             problem = error
-        told = self.agree(None if problem is None else f"rank {self.rank}: {problem}")
+        told = self.broadcast_first(None if problem is None else f"rank {self.rank}: {problem}")
         if told is not None:
             raise problem or UserError(told)
         return done[0]
 
-    def in_turn(self, work: Callable[[], T]) -> T:
+    def rank_0_first(self, work: Callable[[], T]) -> T:
         """The same, but on rank 0 before the others, which find what it left on the disk."""
         done: list[T] = []
         for turn in (self.rank == 0, self.rank != 0):
-            self.together((lambda: done.append(work())) if turn else (lambda: None))
+            self.on_all_ranks((lambda: done.append(work())) if turn else (lambda: None))
         return done[0]
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import shutil
 import subprocess
@@ -113,6 +115,22 @@ def test_commands_stand_in_blocks_that_are_run(page: Path) -> None:
         if TYPED.match(line) and number not in fenced
     ]
     assert not loose, "mark the block as bash; if it cannot run here, add <!-- needs: why -->"
+
+
+@pytest.mark.parametrize("page", [*DOCS, *EXAMPLES, *TOP], ids=page_name)
+def test_python_on_the_pages_calls_what_there_is(page: Path) -> None:
+    """What it imports exists, and what it calls has the arguments that are named."""
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
+        names: dict[str, Any] = {}
+        nodes = list(ast.walk(ast.parse(block)))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fourfold"):
+                exec(ast.unparse(node), names)
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in names:
+                called = eval(ast.unparse(node.func), names)
+                keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+                inspect.signature(called).bind(*node.args, **keywords)
 
 
 @pytest.mark.parametrize("page", [*DOCS, *EXAMPLES, *TOP], ids=page_name)

@@ -91,42 +91,42 @@ def readable_gb(count: int) -> str:
 # --- one file system for all ranks ------------------------------------------------------------
 
 
-def check_shared(output_dir: Path, crew: RankGroup) -> None:
+def check_shared(output_dir: Path, ranks: RankGroup) -> None:
     """Make `output_dir` and refuse one that is not the same directory on every rank; a collective.
 
     A save needs all ranks' files in one place, and would find out only after they were written.
     """
     token = output_dir / f".shared-{secrets.token_hex(8)}"
     problem = None
-    if crew.rank == 0:
+    if ranks.rank == 0:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            token.write_text(crew.session)
+            token.write_text(ranks.session)
         except OSError as error:
             problem = (
                 f"cannot write to the output directory {output_dir}: {explained(error, output_dir)}"
             )
     try:
-        if told := crew.agree(problem):
+        if told := ranks.broadcast_first(problem):
             raise CheckpointError(told)
-        name = crew.from_first(token.name)
-        if told := crew.agree(_not_seen(output_dir / name, crew)):
+        name = ranks.broadcast(token.name)
+        if told := ranks.broadcast_first(_not_seen(output_dir / name, ranks)):
             raise CheckpointError(told)
     finally:
-        if crew.rank == 0:
+        if ranks.rank == 0:
             with suppress(OSError):
                 token.unlink(missing_ok=True)
 
 
-def _not_seen(token: Path, crew: RankGroup) -> str | None:
+def _not_seen(token: Path, ranks: RankGroup) -> str | None:
     try:
         # Opened, not looked for: a network file system then asks its server.
-        if token.read_text() == crew.session:
+        if token.read_text() == ranks.session:
             return None
     except OSError:
         pass
     return (
-        f"rank {crew.rank} on {os.uname().nodename} does not see what rank 0 has written to the "
+        f"rank {ranks.rank} on {os.uname().nodename} does not see what rank 0 has written to the "
         f"output directory {token.parent}, so no checkpoint could be put together; set "
         "Engine.save_load.output_dir to a directory on a file system that all machines share"
     )

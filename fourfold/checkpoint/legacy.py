@@ -1,8 +1,7 @@
-"""Manifests of versions 1 and 2, which had everything in `manifest.json`.
+"""Manifests of version 2, which had everything in `manifest.json`.
 
-Version 2 listed every piece of every tensor with its file, offsets and shape. Version 1, of the
-time when every tensor lay whole in one file, had `file` in the place of `pieces`. Their digests are
-SHA-256, and their checksum is of the meaning: white space and the order of keys did not count.
+Every shard of every tensor was listed with its file, offsets and shape. Digests are SHA-256, and
+the checksum is of the meaning: white space and the order of keys did not count.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -28,11 +27,11 @@ from fourfold.checkpoint.index import Cut, check_room
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box
 
-LEGACY_VERSIONS = (1, 2)
+LEGACY_VERSION = 2
 
-# Both were written with these in the first lines.
+# It was written with these in the first lines.
 _HEAD = re.compile(
-    rb'\{\s*"format": "fourfold-checkpoint",\s*"version": ([12]),\s*'
+    rb'\{\s*"format": "fourfold-checkpoint",\s*"version": (2),\s*'
     rb'"step": ([0-9]{1,19}),\s*"serial": ([0-9]{1,19}),'
 )
 
@@ -60,31 +59,14 @@ class _TensorRecord(StrictRecord):
         return [piece.cell() for piece in self.pieces]
 
 
-class _WholeTensorRecord(StrictRecord):
-    shape: tuple[Count, ...]
-    dtype: DtypeName
-    file: FileName
-
-    def cells(self) -> list[tuple[Box, str]]:
-        return [(Box((0,) * len(self.shape), self.shape), self.file)]
-
-
 class _Manifest(StrictRecord):
     format: Literal["fourfold-checkpoint"]
+    version: Literal[2]
     step: Count
     serial: Count
     files: dict[FileName, _FileRecord]
-    checksum: str
-
-
-class _ManifestVersion1(_Manifest):
-    version: Literal[1]
-    tensors: dict[str, _WholeTensorRecord]
-
-
-class _ManifestVersion2(_Manifest):
-    version: Literal[2]
     tensors: dict[str, _TensorRecord]
+    checksum: str
 
 
 class Old(NamedTuple):
@@ -103,21 +85,12 @@ def legacy_head(beginning: bytes) -> tuple[int, int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 
-Legacy = TypeVar("Legacy", _ManifestVersion1, _ManifestVersion2)
-
-
-def read_legacy(data: bytes, version: int, path: Path, state: str) -> Old:
+def read_legacy(data: bytes, path: Path, state: str) -> Old:
     """An older manifest, sound in itself."""
-    if version == 1:
-        return _converted(_sealed(_ManifestVersion1, data, path), path, state)
-    return _converted(_sealed(_ManifestVersion2, data, path), path, state)
-
-
-def _sealed(kind: type[Legacy], data: bytes, path: Path) -> Legacy:
-    manifest = parse_record(kind, data, path)
+    manifest = parse_record(_Manifest, data, path)
     if manifest.checksum != checksum_of(manifest.model_dump(mode="json")):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit its content")
-    return manifest
+    return _converted(manifest, path, state)
 
 
 def checksum_of(content: dict[str, Any]) -> str:
@@ -127,7 +100,7 @@ def checksum_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _converted(manifest: _ManifestVersion1 | _ManifestVersion2, path: Path, state: str) -> Old:
+def _converted(manifest: _Manifest, path: Path, state: str) -> Old:
     if state not in manifest.files or path.name in manifest.files:
         raise CheckpointError(f"{path} is damaged: it must list {state} and not itself")
     tensors = {}

@@ -36,7 +36,7 @@ from fourfold.checkpoint.bounded import (
     write_synced,
 )
 from fourfold.checkpoint.index import Cut, Index, index_name
-from fourfold.checkpoint.legacy import LEGACY_VERSIONS, legacy_head, read_legacy
+from fourfold.checkpoint.legacy import LEGACY_VERSION, legacy_head, read_legacy
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box
 
@@ -114,10 +114,10 @@ def _parse_root(data: bytes, path: Path) -> Root:
 
 def _version_of(data: bytes, path: Path) -> int:
     version = parse_record(_Version, data, path).version
-    if not (version == VERSION or version in LEGACY_VERSIONS):
+    if version not in (LEGACY_VERSION, VERSION):
         raise CheckpointError(
             f"{path} has checkpoint format version {version}; this Fourfold reads versions "
-            f"1 to {VERSION}: use the Fourfold that wrote it, or a newer one"
+            f"{LEGACY_VERSION} and {VERSION}: use the Fourfold that wrote it, or a newer one"
         )
     return version
 
@@ -179,7 +179,7 @@ def read_manifest(directory: Path, prefix: str = "") -> Manifest:
     data = read_bounded(path, MAX_INDEX_BYTES)
     version = _version_of(data, path)
     if version != VERSION:
-        old = read_legacy(data, version, path, STATE)
+        old = read_legacy(data, path, STATE)
         return Manifest(version, old.step, old.serial, "sha256", *old[2:])
     root = _parse_root(data, path)
     files = {STATE: root.state}

@@ -6,6 +6,7 @@ Ranks that load together take every turn together: what one of them cannot read,
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -70,7 +71,7 @@ def load(
     directory: Path | str,
     tensors: Tensors,
     prefix: str = "",
-    crew: RankGroup = ALONE,
+    ranks: RankGroup = ALONE,
     hashes: bool = True,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint and return its state.
@@ -83,24 +84,24 @@ def load(
     """
     directory, wanted = Path(directory), as_shards(tensors)
     with ExitStack() as closing:
-        place = _together(crew, lambda: closing.enter_context(PinnedDirectory(directory)))
+        place = _on_all_ranks(ranks, lambda: closing.enter_context(PinnedDirectory(directory)))
 
         def turn(work: Callable[[], Result]) -> Result:
-            return _together(crew, lambda: place.steady(work))
+            return _on_all_ranks(ranks, lambda: place.steady(work))
 
         manifest = turn(lambda: read_manifest(directory, prefix))
-        checksum = crew.from_first(manifest.checksum)
+        checksum = ranks.broadcast(manifest.checksum)
         turn(lambda: _check_same(directory, manifest, checksum))
         held = [name for name in manifest.tensors if name.startswith(prefix)]
-        unclaimed = crew.unclaimed(held, set(wanted))
+        unclaimed = ranks.unclaimed(held, set(wanted))
         turn(lambda: _check_fits(directory, manifest, wanted, prefix, unclaimed))
         needed = sorted(parts_by_file(manifest, wanted))
         sizes = {file: manifest.files[file].bytes for file in manifest.shards_of(prefix)}
-        share = crew.dealt(needed, sizes)
-        turn(lambda: _check(file_problems(directory, manifest, share, hashes, crew.beat)))
+        share = ranks.dealt(needed, sizes)
+        turn(lambda: _check(file_problems(directory, manifest, share, hashes, ranks.beat)))
         turn(lambda: _check(header_problems(directory, manifest, needed)))
         state = turn(lambda: _read_state(directory, manifest.files[STATE], manifest.hash))
-        turn(lambda: read_shards(directory, manifest, wanted, crew.beat))
+        turn(lambda: read_shards(directory, manifest, wanted, ranks.beat))
     return state
 
 
@@ -109,7 +110,7 @@ def resume(
     tensors: Tensors,
     on_notice: Callable[[str], None],
     prefix: str = "",
-    crew: RankGroup = ALONE,
+    ranks: RankGroup = ALONE,
     hashes: bool = True,
 ) -> Found:
     """Load the first good one of `candidates(where)`; return which, and its state.
@@ -121,10 +122,10 @@ def resume(
     reasons: dict[Path, str] = {}
 
     def attempt() -> Found | None:
-        listed = _together(crew, lambda: _listing(where) if crew.rank == 0 else [])
-        for directory in map(Path, crew.from_first(listed)):
+        listed = _on_all_ranks(ranks, lambda: _listing(where) if ranks.rank == 0 else [])
+        for directory in map(Path, ranks.broadcast(listed)):
             try:
-                return directory, load(directory, tensors, prefix, crew, hashes)
+                return directory, load(directory, tensors, prefix, ranks, hashes)
             except (MismatchError, MovedError):
                 raise
             except CheckpointError as error:
@@ -163,20 +164,21 @@ def _until_it_stays(attempt: Callable[[], Found | None]) -> Found | None:
     return attempt()
 
 
-def _together(crew: RankGroup, work: Callable[[], Result]) -> Result:
+def _on_all_ranks(ranks: RankGroup, work: Callable[[], Result]) -> Result:
     """`work()` on every rank; what it raises on one is raised on all, as the same kind."""
     try:
         result = work()
     except CheckpointError as error:
-        if crew.size == 1:
+        if ranks.size == 1:
             raise
-        told = crew.agree(f"{type(error).__name__} rank {crew.rank}: {error}")
+        record = [type(error).__name__, f"rank {ranks.rank}: {error}"]
+        first = ranks.broadcast_first(json.dumps(record))
     else:
-        told = crew.agree(None)
-        if told is None:
+        first = ranks.broadcast_first(None)
+        if first is None:
             return result
-    assert told is not None
-    kind, _, message = told.partition(" ")
+    assert first is not None
+    kind, message = json.loads(first)
     raise KINDS[kind](message)
 
 

@@ -50,20 +50,20 @@ class SaveRendezvous:
     A process by itself meets nobody, in a directory with a name that says which process it is.
     """
 
-    def __init__(self, output_dir: Path, step: int, crew: RankGroup) -> None:
-        self.crew = crew
-        if crew.size == 1:
+    def __init__(self, output_dir: Path, step: int, ranks: RankGroup) -> None:
+        self.ranks = ranks
+        if ranks.size == 1:
             self.directory = private_name(output_dir, f"step_{step}", "tmp")
         else:
-            self.directory = meeting_name(output_dir, step, crew.session)
+            self.directory = meeting_name(output_dir, step, ranks.session)
 
     def open(self) -> None:
-        assert self.crew.rank == 0
+        assert self.ranks.rank == 0
         self.directory.mkdir()
 
     def join(self) -> None:
         """Wait until the directory that rank 0 has opened is to be seen here."""
-        own = self._record_name(self.crew.rank)
+        own = self._record_name(self.ranks.rank)
 
         # Our record in it is of an earlier save of this step that rank 0 is still busy with.
         def is_open() -> bool:
@@ -72,19 +72,19 @@ class SaveRendezvous:
 
         if not self._becomes_true(is_open):
             raise CheckpointError(
-                f"rank 0 did not begin this save within {self.crew.timeout_seconds:g} s"
+                f"rank 0 did not begin this save within {self.ranks.timeout_seconds:g} s"
             )
 
     def report(self, part: Part | None, problem: str = "") -> None:
         """Say that this rank is done."""
-        path = self.directory / self._record_name(self.crew.rank)
+        path = self.directory / self._record_name(self.ranks.rank)
         data = encode_problem(problem) if part is None else encode_part(part)
         check_size(data, MAX_INDEX_BYTES, path.name)
         replace_bytes(path, data, aside=path.with_suffix(".tmp"))
 
     def leave(self) -> None:
         """Wait until rank 0 has taken the directory away, with our part in it or not."""
-        path = self.directory / self._record_name(self.crew.rank)
+        path = self.directory / self._record_name(self.ranks.rank)
 
         def is_gone() -> bool:
             try:
@@ -95,7 +95,7 @@ class SaveRendezvous:
 
         if not self._becomes_true(is_gone, self._last_change):
             raise CheckpointError(
-                f"rank 0 did not end this save within {self.crew.timeout_seconds:g} s"
+                f"rank 0 did not end this save within {self.ranks.timeout_seconds:g} s"
             )
 
     def close(self, own: Part | None, problem: str = "") -> dict[str, Index]:
@@ -109,10 +109,10 @@ class SaveRendezvous:
         if missing:
             raise CheckpointError(
                 f"no part came from rank {', '.join(map(str, sorted(missing)))} within "
-                f"{self.crew.timeout_seconds:g} s"
+                f"{self.ranks.timeout_seconds:g} s"
             )
         paths = {
-            rank: self.directory / self._record_name(rank) for rank in range(1, self.crew.size)
+            rank: self.directory / self._record_name(rank) for rank in range(1, self.ranks.size)
         }
         parts, problems = read_parts(paths)
         if own is None:
@@ -134,7 +134,7 @@ class SaveRendezvous:
 
     def _wait_for_records(self) -> set[int]:
         """The ranks that have not reported in time."""
-        names = {self._record_name(rank): rank for rank in range(1, self.crew.size)}
+        names = {self._record_name(rank): rank for rank in range(1, self.ranks.size)}
 
         def all_there() -> bool:
             for name in names.keys() & (self._listed() or ()):
@@ -199,10 +199,10 @@ class SaveRendezvous:
     def _becomes_true(
         self, condition: Callable[[], bool], progress: Callable[[], object] | None = None
     ) -> bool:
-        """Wait for `condition`; at most the crew's time after the last change of `progress()`."""
-        limit = self.crew.timeout_seconds
+        """Wait for `condition`; at most the group's time after the last change of `progress()`."""
+        limit = self.ranks.timeout_seconds
         looks_every = min(10.0, limit / 5)
-        longest = max(LONGEST_PAUSE_SECONDS, self.crew.size / RANKS_PER_MILLISECOND / 1000)
+        longest = max(LONGEST_PAUSE_SECONDS, self.ranks.size / RANKS_PER_MILLISECOND / 1000)
         pause = FIRST_PAUSE_SECONDS
         began = looked = time.monotonic()
         seen: object = None
@@ -242,7 +242,7 @@ class RankGroup:
     # Unique per start of the job and the same on all its ranks.
     session: str = ""
     # A collective: the text of the first rank that gave one, unchanged, or None if none did.
-    agree: Callable[[str | None], str | None] = _own_word
+    broadcast_first: Callable[[str | None], str | None] = _own_word
     # How long to wait for another rank, of which nothing is to be seen, to do its part of a save.
     timeout_seconds: float = 600.0
     # A collective: what every rank said, by rank.
@@ -257,13 +257,13 @@ class RankGroup:
     @classmethod
     def of(cls, mesh: Mesh, timeout_seconds: float) -> RankGroup:
         """The ranks of a mesh; a collective."""
-        session = mesh.agree(secrets.token_hex(8)) or ""
-        talk = (mesh.agree, timeout_seconds, mesh.gather)
+        session = mesh.broadcast_first(secrets.token_hex(8)) or ""
+        talk = (mesh.broadcast_first, timeout_seconds, mesh.gather)
         return cls(mesh.rank, mesh.size, session, *talk, beat=heartbeat.alive)
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's `value` (plain JSON) on every rank; a collective."""
-        told = self.agree(json.dumps(value) if self.rank == 0 else None)
+        told = self.broadcast_first(json.dumps(value) if self.rank == 0 else None)
         assert told is not None
         return json.loads(told)
 
@@ -275,7 +275,7 @@ class RankGroup:
         """
         left = names
         while True:
-            told = self.agree(
+            told = self.broadcast_first(
                 json.dumps(claim) if (claim := [n for n in left if n in mine]) else None
             )
             if told is None:
@@ -292,7 +292,7 @@ class RankGroup:
         order = {file: number for number, file in enumerate(sizes)}
         mine = sum(1 << order[file] for file in wanted)
         everyone = [int(word, 16) for word in self.gather(f"{mine:x}")]
-        assert len(everyone) == self.size, "a crew that loads together must be able to gather"
+        assert len(everyone) == self.size, "ranks that load together must be able to gather"
         takers: dict[str, list[int]] = {}
         files = list(sizes)
         for rank, wants in enumerate(everyone):

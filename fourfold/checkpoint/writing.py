@@ -42,11 +42,11 @@ def save(
     tensors: Tensors,
     state: dict[str, Any],
     keep_last: int = 3,
-    crew: RankGroup = ALONE,
+    ranks: RankGroup = ALONE,
 ) -> Path:
     """Commit `output_dir/step_N` and return it; of all, the `keep_last` newest stay (0: all).
 
-    Every rank of the crew calls it with the shards it is to write; together they make up each
+    Every rank of the ranks calls it with the shards it is to write; together they make up each
     tensor exactly once, and the state is the same everywhere. Rank 0 returns when the checkpoint
     is committed, the others when all parts are complete.
 
@@ -57,7 +57,7 @@ def save(
     shards = as_shards(tensors)
     check_writable(shards)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
-    return _Save(Path(output_dir), step, shards, state_bytes, keep_last, crew).begun().run()
+    return _Save(Path(output_dir), step, shards, state_bytes, keep_last, ranks).begun().run()
 
 
 def begin_save(
@@ -66,7 +66,7 @@ def begin_save(
     tensors: Tensors,
     state: dict[str, Any],
     keep_last: int = 3,
-    crew: RankGroup = ALONE,
+    ranks: RankGroup = ALONE,
 ) -> PendingSave:
     """As `save`, but return as soon as everything is copied to host memory.
 
@@ -77,7 +77,7 @@ def begin_save(
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
     # A thread that is at work says nothing of the life of the rank, until somebody waits for it.
     moved = threading.Event()
-    quiet = replace(crew, beat=moved.set)
+    quiet = replace(ranks, beat=moved.set)
     work = _Save(Path(output_dir), step, shards, state_bytes, keep_last, quiet).begun()
     copies = {
         name: Shard(shard.local.detach().to("cpu", copy=True), shard.shape, shard.offsets)
@@ -133,7 +133,7 @@ class _Save:
     shards: Mapping[str, Shard]
     state_bytes: bytes
     keep_last: int
-    crew: RankGroup
+    ranks: RankGroup
     meeting: SaveRendezvous | None = None
 
     def __post_init__(self) -> None:
@@ -145,18 +145,18 @@ class _Save:
 
     def begun(self) -> _Save:
         """The save with a place to write to; what keeps rank 0 from that is raised on all ranks."""
-        meeting = SaveRendezvous(self.output_dir, self.step, self.crew)
-        needed = sum(map(int, self.crew.gather(str(self._bytes_needed()))))
+        meeting = SaveRendezvous(self.output_dir, self.step, self.ranks)
+        needed = sum(map(int, self.ranks.gather(str(self._bytes_needed()))))
         problem = None
         try:
-            if self.crew.rank == 0:
+            if self.ranks.rank == 0:
                 self._open(meeting, needed)
         except (OSError, CheckpointError) as error:
             problem = self._reason(error)
         except BaseException as error:
-            self.crew.agree(repr(error))
+            self.ranks.broadcast_first(repr(error))
             raise
-        if told := self.crew.agree(problem):
+        if told := self.ranks.broadcast_first(problem):
             raise self._failure(told)
         return replace(self, meeting=meeting)
 
@@ -174,7 +174,7 @@ class _Save:
     def run(self) -> Path:
         assert self.meeting is not None
         try:
-            if self.crew.rank == 0:
+            if self.ranks.rank == 0:
                 self._lead(self.meeting)
             else:
                 self._take_part(self.meeting)
@@ -184,7 +184,7 @@ class _Save:
 
     def _lead(self, meeting: SaveRendezvous) -> None:
         try:
-            if self.crew.size == 1:
+            if self.ranks.size == 1:
                 indices = joined({0: self._write_shards(meeting.directory)})
             else:
                 indices = meeting.close(*self._part(meeting.directory))
@@ -219,7 +219,7 @@ class _Save:
     def _report_failure(self, meeting: SaveRendezvous, problem: str) -> None:
         """Where there is no room for it, rank 0 may be about to fail too, and to make some; where
         it cannot be written at all, rank 0 misses us in time."""
-        deadline = time.monotonic() + self.crew.timeout_seconds / 2
+        deadline = time.monotonic() + self.ranks.timeout_seconds / 2
         while True:
             try:
                 return meeting.report(None, problem)
@@ -243,10 +243,10 @@ class _Save:
             return None, self._reason(error)
 
     def _write_shards(self, directory: Path) -> Part:
-        return write_shards(directory, self.shards, self._label(), self.crew.beat)
+        return write_shards(directory, self.shards, self._label(), self.ranks.beat)
 
     def _label(self) -> str:
-        return f"rank{self.crew.rank:05d}-" if self.crew.size > 1 else ""
+        return f"rank{self.ranks.rank:05d}-" if self.ranks.size > 1 else ""
 
     def _bytes_needed(self) -> int:
         """Disk space this rank's part takes, rounded up."""

@@ -39,11 +39,11 @@ def build_engine(
     device = select_device(config.Global.device)
     mesh = connect(layout, device, config.Distributed.timeout_seconds)
     # Rank 0 makes the index caches, the others then find them.
-    data = mesh.in_turn(
+    data = mesh.rank_0_first(
         lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
     )
     # Before memory is taken that a run at work in the same directory may need.
-    claimed = mesh.together(lambda: _claim(config, mesh))
+    claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     runner = parallelize(config, mesh, device)
     optimizer = build_optimizer(config, runner.masters, runner.decayed())
     return Engine(config, data, runner, optimizer, claimed, prediction)

@@ -149,7 +149,7 @@ def own_memory(config: Config, runner: Runner) -> RankMemory:
         master_bytes=in_fp32 if separate else 0,
         gradient_bytes=gradients,
         moment_bytes=2 * in_fp32,
-        activation_bytes=int(_activation_bytes(config, mesh.place["pp"])),
+        activation_bytes=int(_activation_bytes(config, mesh.coordinates["pp"])),
     )
 
 
@@ -176,7 +176,7 @@ def _activation_bytes(config: Config, pp_rank: int) -> float:
 
 def rank_memory(config: Config, runner: Runner) -> list[RankMemory]:
     """The shares of all ranks of the run; a collective."""
-    rows = runner.mesh.everyone(*astuple(own_memory(config, runner)))
+    rows = runner.mesh.all_gather(*astuple(own_memory(config, runner)))
     return [RankMemory(*(int(value) for value in row)) for row in rows]
 
 

@@ -138,7 +138,7 @@ class Engine:
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
         if stopping:
-            reason = self.mesh.agree(stop.reason())
+            reason = self.mesh.broadcast_first(stop.reason())
             kept = "; the run is saved" if save else ""
             sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
         return stopping
@@ -158,7 +158,7 @@ class Engine:
         heartbeat.beat(self.step, "optimizer")
         with meter.timed("optimizer"):
             asked = stop.reason() is not None
-            loss, squares, stops = self.mesh.total(share, self.runner.squared_norm(), asked)
+            loss, squares, stops = self.mesh.all_reduce(share, self.runner.squared_norm(), asked)
             norm = math.sqrt(squares) / scale
             if self.guard.admits(loss, norm, self.loss_scale):
                 self.optimizer.update(self.schedule.lr_at(self.step), norm, scale)
@@ -198,7 +198,7 @@ class Engine:
         for batch in map(loader.batch, range(first, first + iterations)):
             heartbeat.beat(self.step, "evaluate")
             share = float(self.runner.evaluate(batch))
-            loss, stops = self.mesh.total(share, stop.reason() is not None)
+            loss, stops = self.mesh.all_reduce(share, stop.reason() is not None)
             if stops:
                 sinks.notice(f"the {part} after step {self.step} was cut short by a stop")
                 return True

@@ -104,7 +104,7 @@ class Monitoring:
             return
         device, host = device_memory(), host_memory()
         own = device.peak_allocated_bytes if device is not None else host.peak_rss_bytes
-        peaks = [int(row[0]) for row in self.mesh.everyone(own or 0)]
+        peaks = [int(row[0]) for row in self.mesh.all_gather(own or 0)]
         self.comparison.tell(self.sinks, step, peaks, self.meter.logging_freq)
 
     def _with_ranks(self, record: Step) -> Step:
@@ -113,7 +113,7 @@ class Monitoring:
         spent = waited.since(self.waited_before)
         self.reported_step, self.waited_before = record.step, waited.copy()
         own = OwnTimes(record.batch_seconds, spent.communication / steps, spent.bubble / steps)
-        rows = self.mesh.everyone(*own.values())
+        rows = self.mesh.all_gather(*own.values())
         if not self.on_cpu:
             # There the calls only queue work, so what is waited for cannot be told.
             return record

@@ -101,7 +101,7 @@ def finish(run: Engine, sinks: Sinks | None = None) -> None:
         return
     step = run.saves.pending_step
     try:
-        run.mesh.together(lambda: pending.wait(heartbeat.alive))
+        run.mesh.on_all_ranks(lambda: pending.wait(heartbeat.alive))
     except UserError as error:
         _tell_failure(run, Sinks() if sinks is None else sinks, step, str(error), final=False)
     else:
@@ -137,7 +137,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
         sinks.notice(f"{reason}. Trying again in {pause:g} s", level="WARNING")
         asked = _pause(pause, None if asked_before else stop)
         # A run that is asked to stop meanwhile comes back for its final save.
-        if run.mesh.total(asked)[0] > 0 and not final:
+        if run.mesh.all_reduce(asked)[0] > 0 and not final:
             break
     return reason
 
@@ -150,7 +150,7 @@ def _save_once(run: Engine, in_background: bool) -> None:
         run.saves.pending = checkpoint.begin_save(*given)
         run.saves.pending_step = run.step
     else:
-        run.mesh.together(lambda: checkpoint.save(*given))
+        run.mesh.on_all_ranks(lambda: checkpoint.save(*given))
 
 
 def _pause(seconds: float, stop: StopRequest | None) -> bool:
@@ -193,13 +193,13 @@ def check_room(run: Engine) -> list[str]:
     All ranks write to one file system, so it is the sum of their parts that must fit. Where it does
     for a checkpoint, but not for all that are to come, that is a notice.
     """
-    (written,) = run.mesh.total(bytes_to_save(run.runner, run.optimizer))
+    (written,) = run.mesh.all_reduce(bytes_to_save(run.runner, run.optimizer))
     problem, notices = None, list[str]()
     if run.mesh.rank == 0:
         # What cannot be asked now is told by the first save.
         with suppress(OSError):
             problem, notices = _room_problem(run, int(written * OVERHEAD))
-    if told := run.mesh.agree(problem):
+    if told := run.mesh.broadcast_first(problem):
         raise UserError(told)
     return notices
 
@@ -268,9 +268,11 @@ def resume(run: Engine) -> Restored | None:
     Rank 0 decides which: the others may look before or after something changed on the disk.
     """
     checkpoint.check_shared(run.output_dir, run.ranks)
-    chosen = run.mesh.together(lambda: _choose(run) if run.mesh.rank == 0 else None)
-    where = run.mesh.agree(None if chosen is None else str(chosen[0]))
-    weights_only = run.mesh.agree("weights only" if chosen is not None and chosen[1] else None)
+    chosen = run.mesh.on_all_ranks(lambda: _choose(run) if run.mesh.rank == 0 else None)
+    where = run.mesh.broadcast_first(None if chosen is None else str(chosen[0]))
+    weights_only = run.mesh.broadcast_first(
+        "weights only" if chosen is not None and chosen[1] else None
+    )
     if where is None:
         return None
     restored = _take_weights(run, where) if weights_only else _continue(run, where)

@@ -86,7 +86,7 @@ def _extensions(
     )
     vocabulary = totals.shape[1]
     best, places = totals.flatten().topk(min(2 * options.num_beams, totals.numel()))
-    agreed = network.agree([*best.tolist(), *places.tolist()])
+    agreed = network.broadcast_choices([*best.tolist(), *places.tolist()])
     found = []
     for total, place in zip(agreed[: len(best)], agreed[len(best) :]):
         source, token_id = divmod(int(place), vocabulary)

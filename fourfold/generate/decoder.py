@@ -4,7 +4,7 @@
     advance(tokens)    takes in one more token of every row               -> logits (rows, V)
     arrange(rows)      row i becomes a copy of row rows[i]; the rest are forgotten
     wipe(rows)         zeros in place of what these rows stored
-    agree(choices)     what the first of those that run the network together chose
+    broadcast_choices  what the first rank of those that run the network together chose
 
 Logits are those after the last token of a row, in float32. The cache is allocated once, by
 `reserve`; a row's place in it is its number, so rows stay dense and attention reads it as it lies.
@@ -45,7 +45,7 @@ class SequenceModel(Protocol):
 
     def wipe(self, rows: Sequence[int]) -> None: ...
 
-    def agree(self, choices: list[float]) -> list[float]:
+    def broadcast_choices(self, choices: list[float]) -> list[float]:
         """What was chosen, the same for all that run this network together."""
         ...
 
@@ -136,7 +136,7 @@ class Decoder:
         for cache in self._caches.values():
             cache.keys[list(rows)] = cache.values[list(rows)] = 0.0
 
-    def agree(self, choices: list[float]) -> list[float]:
+    def broadcast_choices(self, choices: list[float]) -> list[float]:
         return choices
 
     def _run(

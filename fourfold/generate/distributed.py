@@ -61,7 +61,7 @@ class DistributedDecoder(Decoder):
         dist.broadcast(logits, group=pipeline.group, group_src=pipeline.rank_of_stage[-1])
         return logits
 
-    def agree(self, choices: list[float]) -> list[float]:
+    def broadcast_choices(self, choices: list[float]) -> list[float]:
         """What rank 0 chose; another choice would leave ranks waiting for each other."""
         message = torch.tensor(choices, dtype=torch.float64)
         dist.broadcast(message, src=0)
@@ -87,9 +87,9 @@ def _load_own(
     assert tokenizer is not None
     runner = _build(config, mesh)
     shards = {f"model.{shard.name}": shard for shard in runner.to_fill().values()}
-    crew = RankGroup.of(mesh, config.Distributed.timeout_seconds)
+    ranks = RankGroup.of(mesh, config.Distributed.timeout_seconds)
     path, state = checkpoint.resume(
-        where, shards, on_notice, "model.", crew, config.Engine.save_load.verify_hashes
+        where, shards, on_notice, "model.", ranks, config.Engine.save_load.verify_hashes
     )
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
     runner.settle()

@@ -208,7 +208,7 @@ class Session:
                 ids = sampling.sample(part, *rule, uniforms)
             for row, token_id in zip(rows, ids.tolist()):
                 chosen[row] = token_id
-        return [int(token_id) for token_id in self.network.agree([*chosen])]
+        return [int(token_id) for token_id in self.network.broadcast_choices([*chosen])]
 
     def _finish(self, sequence: Running, token_id: int) -> str | None:
         if token_id == self._eos_id:

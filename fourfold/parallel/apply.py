@@ -67,7 +67,7 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
         sharding = Sharding(mesh.sharding_mesh, layout.stage, precision, offload)
         home = torch.device("cpu") if offload and device.type != "meta" else device
     parts: dict[int, GPT] = {}
-    for stage, layers in stages_here(config, mesh.place["pp"]).items():
+    for stage, layers in stages_here(config, mesh.coordinates["pp"]).items():
         with torch.device("meta"):
             part = parts[stage] = network_of(shape)(shape, layers)
         if layout.mp > 1:

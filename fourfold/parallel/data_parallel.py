@@ -114,4 +114,4 @@ def sum_tied(table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh) ->
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        sum_over(mesh.ends_group, gradients)
+        sum_over(mesh.tied_embedding_group, gradients)

@@ -59,7 +59,7 @@ def _offsets(table: ParamTable, name: str, parameter: nn.Parameter, mesh: Mesh) 
     offsets = [0] * len(row.shape)
     if row.split_dim is not None:
         size = row.shape[row.split_dim]
-        offsets[row.split_dim] = split_range(size, mesh.place["mp"], mesh.layout.mp)[0]
+        offsets[row.split_dim] = split_range(size, mesh.coordinates["mp"], mesh.layout.mp)[0]
     if is_sharded(parameter):
         from fourfold.parallel.fsdp import offsets_of_shard
 
@@ -70,7 +70,7 @@ def _offsets(table: ParamTable, name: str, parameter: nn.Parameter, mesh: Mesh) 
 
 def _replica(table: ParamTable, key: str, mesh: Mesh, sharded: bool) -> tuple[int, int]:
     """This rank's number among the ranks with the same rectangle, and how many they are."""
-    layout, place, row = mesh.layout, mesh.place, table[name_of(key)]
+    layout, place, row = mesh.layout, mesh.coordinates, table[name_of(key)]
     replica, replicas = place["dp"], layout.dp
     if not sharded:
         replica, replicas = (

@@ -37,7 +37,7 @@ def check_replicas(runner: Runner, when: str) -> None:
                 f"{', '.join(names[:3])}. The last checkpoint before this is the one to trust; a "
                 "rank that drifts again after a restart has faulty hardware"
             )
-    told = mesh.agree(problem)
+    told = mesh.broadcast_first(problem)
     if told is not None:
         raise ReplicaDrift(told)
 
@@ -52,7 +52,7 @@ def _groups_of_holders(runner: Runner) -> list[tuple[ProcessGroup | None, str, l
         (mesh.group("dp"), "data-parallel", keys),
         (mesh.group("sharding"), "sharding", plain),
         (mesh.group("mp"), "model-parallel", uncut),
-        (mesh.ends_group if len(tied) == 1 else None, "pipeline", tied),
+        (mesh.tied_embedding_group if len(tied) == 1 else None, "pipeline", tied),
     ]
 
 

@@ -139,7 +139,7 @@ class Runner:
         With sequence parallelism ranks hold different positions, which must not drop alike.
         """
         first = self.mesh.data_rank * micro_batches
-        own: list[int | str] = [self.mesh.place["mp"]] if self.sequence_parallel else []
+        own: list[int | str] = [self.mesh.coordinates["mp"]] if self.sequence_parallel else []
         return [
             mix_seed(self.seed, "dropout", step, first + micro, *own)
             for micro in range(micro_batches)
@@ -206,7 +206,7 @@ class Runner:
 
     def _share(self, loss: Tensor) -> Tensor:
         """Model-parallel ranks all know the same loss; it counts once."""
-        return loss if self.mesh.place["mp"] == 0 else torch.zeros_like(loss)
+        return loss if self.mesh.coordinates["mp"] == 0 else torch.zeros_like(loss)
 
     def _arguments(self, batch: Batch) -> tuple[Tensor, Arguments]:
         """The tokens and what else the model is called with, on the device."""

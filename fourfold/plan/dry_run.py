@@ -105,7 +105,7 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
     timeline = None
     if runner.pipeline is not None:
         schedule = runner.pipeline.schedule_of(micro_batches)
-        timeline = timeline_of(schedule, mesh.place["pp"])
+        timeline = timeline_of(schedule, mesh.coordinates["pp"])
     parameters = sum(parameter.numel() for parameter in runner.parameters.values())
     share = own_memory(config, runner)
     return DryRun(mesh.layout, share, parameters, holding, micro_batches, each, end, timeline)
@@ -268,8 +268,8 @@ class Counting(TorchDispatchMode):
         self.axes = {
             group.group_name: axis for axis in AXES if (group := mesh.group(axis)) is not None
         }
-        if mesh.ends_group is not None:
-            self.axes[mesh.ends_group.group_name] = "pp ends"
+        if mesh.tied_embedding_group is not None:
+            self.axes[mesh.tied_embedding_group.group_name] = "pp ends"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -65,9 +65,9 @@ def test_inspect_lists_an_output_directory(run: Path) -> None:
     assert lines[2].split()[:2] == ["step_1", "unusable:"]
 
 
-def test_inspect_reads_version_1() -> None:
-    text = told("inspect", Path(__file__).parent / "golden_v1" / "step_7")
-    assert "format      version 1, written by Fourfold ?" in text and "5 whole" in text
+def test_inspect_reads_version_2() -> None:
+    text = told("inspect", Path(__file__).parent / "golden_v2" / "step_7")
+    assert "format      version 2, written by Fourfold ?" in text and "5 whole" in text
 
 
 def test_verify_says_good_or_lists_every_problem(run: Path) -> None:

@@ -151,9 +151,8 @@ def test_a_checkpoint_copied_elsewhere_still_loads(tmp_path: Path) -> None:
     assert same_bits(into, sample(5))
 
 
-@pytest.mark.parametrize("version", ["golden_v1", "golden_v2"])
-def test_older_versions_stay_readable(version: str) -> None:
-    golden = Path(__file__).parent / version / "step_7"
+def test_version_2_stays_readable() -> None:
+    golden = Path(__file__).parent / "golden_v2" / "step_7"
     into = blank(sample(7))
     assert checkpoint.verify(golden) == []
     assert checkpoint.load(golden, into) == state_of(7)
@@ -180,7 +179,7 @@ def test_a_newer_version_says_so(tmp_path: Path) -> None:
     path = directory / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 4, "more": []}))
     with pytest.raises(
-        CheckpointError, match="format version 4; this Fourfold reads versions 1 to 3"
+        CheckpointError, match="format version 4; this Fourfold reads versions 2 and 3"
     ):
         checkpoint.load(directory, blank(sample(1)))
 

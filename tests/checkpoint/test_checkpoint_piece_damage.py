@@ -20,7 +20,6 @@ from fourfold.checkpoint.index import Part, RankRecord, read_parts
 from fourfold.checkpoint.legacy import checksum_of
 from fourfold.errors import CheckpointError
 
-GOLDEN = Path(__file__).parent / "golden_v1" / "step_7"
 GOLDEN_V2 = Path(__file__).parent / "golden_v2"
 TENSORS = sample(2, floats=24)
 
@@ -57,9 +56,8 @@ def test_five_hundred_mutations_of_the_work_of_many_ranks(saved: Path) -> None:
     assert mutate_and_read(saved, TENSORS, state_of(2), 500, seed=0) > 400
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_V2 / "step_7"], ids=["version 1", "version 2"])
-def test_three_hundred_mutations_of_older_versions(golden: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(golden, tmp_path / "step_7")
+def test_three_hundred_mutations_of_version_2(tmp_path: Path) -> None:
+    directory = shutil.copytree(GOLDEN_V2 / "step_7", tmp_path / "step_7")
     assert mutate_and_read(directory, sample(7), state_of(7), 300, seed=1) > 240
 
 
@@ -159,7 +157,6 @@ def old_pieces(manifest: dict[str, Any]) -> list[dict[str, Any]]:
         (lambda m: old_pieces(m)[1].update(file=old_pieces(m)[0]["file"]), "twice in one file"),
         (lambda m: m["files"][old_pieces(m)[1]["file"]].update(bytes=10), "too small"),
         (lambda m: m["files"].pop("state.json"), "must list state.json"),
-        (lambda m: m.update(version=1), "tensors"),
     ],
 )
 def test_forged_pieces_of_version_2(tmp_path: Path, change, reason: str) -> None:
@@ -193,9 +190,9 @@ def test_a_record_with_the_table_of_another_is_not_believed(tmp_path: Path) -> N
         read_parts({1: path})
 
 
-def test_version_1_reads_in_pieces(tmp_path: Path) -> None:
+def test_version_2_reads_in_shards() -> None:
     half = torch.zeros(2, 2)
     piece = checkpoint.Shard(half, (2, 4), (0, 1))
     into = blank(sample(7)) | {NAME: piece}
-    assert checkpoint.load(GOLDEN, into) == state_of(7)
+    assert checkpoint.load(GOLDEN_V2 / "step_7", into) == state_of(7)
     assert torch.equal(half, sample(7)[NAME][:, 1:3])

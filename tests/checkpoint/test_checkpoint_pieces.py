@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.checkpoint_ranks import crews, cut, dealt, on_all, save_rows, tilings
+from helpers.checkpoint_ranks import cut, dealt, on_all, rank_groups, save_rows, tilings
 from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,19 +49,19 @@ def test_saved_under_one_cut_it_loads_under_any_other(data, writers, readers, se
     asked = data.draw(dealt(SHAPES, readers))
     into = blank(tensors)
 
-    def save(crew: RankGroup) -> Path:
-        pieces = {name: cut(tensors[name], box) for name, box in given_[crew.rank].items()}
-        return checkpoint.save(folder, 3, pieces, {"step": 3}, crew=crew)
+    def save(ranks: RankGroup) -> Path:
+        pieces = {name: cut(tensors[name], box) for name, box in given_[ranks.rank].items()}
+        return checkpoint.save(folder, 3, pieces, {"step": 3}, ranks=ranks)
 
-    def load(crew: RankGroup) -> dict[str, Any]:
-        pieces = {name: cut(into[name], box) for name, box in asked[crew.rank].items()}
-        return checkpoint.load(directory, pieces, crew=crew)
+    def load(ranks: RankGroup) -> dict[str, Any]:
+        pieces = {name: cut(into[name], box) for name, box in asked[ranks.rank].items()}
+        return checkpoint.load(directory, pieces, ranks=ranks)
 
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "step_3"
-        assert on_all(crews(writers), save) == [directory] * writers
+        assert on_all(rank_groups(writers), save) == [directory] * writers
         assert checkpoint.verify(directory) == []
-        assert on_all(crews(readers), load) == [{"step": 3}] * readers
+        assert on_all(rank_groups(readers), load) == [{"step": 3}] * readers
         assert same_bits(into, tensors)
         whole = checkpoint.merge(directory, Path(folder) / "whole")
         merged = blank(tensors)
@@ -76,11 +76,11 @@ def test_ranks_may_ask_for_the_same_and_for_parts_only(tmp_path: Path) -> None:
     wanted = [torch.zeros(8, 6), torch.zeros(8, 6), into.t()[:, 1:4].t()]
     boxes = [(0, 0), (0, 0), (3, 4)]
     on_all(
-        crews(3),
-        lambda crew: checkpoint.load(
+        rank_groups(3),
+        lambda ranks: checkpoint.load(
             tmp_path / "step_1",
-            {"model.w": Shard(wanted[crew.rank], (8, 6), boxes[crew.rank])},
-            crew=crew,
+            {"model.w": Shard(wanted[ranks.rank], (8, 6), boxes[ranks.rank])},
+            ranks=ranks,
         ),
     )
     assert torch.equal(wanted[0], tensor) and torch.equal(wanted[1], tensor)

@@ -42,12 +42,12 @@ def fork(work: Callable[[], object]) -> int:
     return pid
 
 
-def save_for_ever(output_dir: Path, crew: RankGroup, first: int, in_background: bool) -> None:
+def save_for_ever(output_dir: Path, ranks: RankGroup, first: int, in_background: bool) -> None:
     """This rank's part of one step after the other."""
     for step in itertools.count(first):
-        pieces = rows_of(sample(step, FLOATS), crew)
+        pieces = rows_of(sample(step, FLOATS), ranks)
         begin = checkpoint.begin_save if in_background else checkpoint.save
-        pending = begin(output_dir, step, pieces, state_of(step), keep_last=2, crew=crew)
+        pending = begin(output_dir, step, pieces, state_of(step), keep_last=2, ranks=ranks)
         if isinstance(pending, checkpoint.PendingSave):
             pending.wait()
 
@@ -66,10 +66,10 @@ def every_name_loads(output_dir: Path) -> list[int]:
 
 
 def start_job(output_dir: Path, session: str, first: int, in_background: bool) -> list[int]:
-    crews = [RankGroup(rank, RANKS, session) for rank in range(RANKS)]
+    rank_groups = [RankGroup(rank, RANKS, session) for rank in range(RANKS)]
     return [
-        fork(lambda crew=crew: save_for_ever(output_dir, crew, first, in_background))
-        for crew in crews
+        fork(lambda ranks=ranks: save_for_ever(output_dir, ranks, first, in_background))
+        for ranks in rank_groups
     ]
 
 
@@ -125,16 +125,18 @@ def test_rank_0_dies_before_every_single_change_it_makes_to_the_disk(tmp_path: P
     checkpoint.save(before, 1, sample(11), state_of(11))
     for number in range(100):
         run = shutil.copytree(before, tmp_path / f"run{number}")
-        crews = [RankGroup(rank, RANKS, "a session") for rank in range(RANKS)]
+        rank_groups = [RankGroup(rank, RANKS, "a session") for rank in range(RANKS)]
 
-        def save(crew: RankGroup, run: Path = run) -> None:
-            checkpoint.save(run, 1, rows_of(sample(1), crew), state_of(1), crew=crew)
+        def save(ranks: RankGroup, run: Path = run) -> None:
+            checkpoint.save(run, 1, rows_of(sample(1), ranks), state_of(1), ranks=ranks)
 
-        def lead(number: int = number, first: RankGroup = crews[0], save: Callable = save) -> None:
+        def lead(
+            number: int = number, first: RankGroup = rank_groups[0], save: Callable = save
+        ) -> None:
             crash_before_call(number)
             save(first)
 
-        others = [fork(lambda crew=crew, save=save: save(crew)) for crew in crews[1:]]
+        others = [fork(lambda ranks=ranks, save=save: save(ranks)) for ranks in rank_groups[1:]]
         exit_code = in_child(lead)
         for pid in others:
             os.kill(pid, signal.SIGKILL)

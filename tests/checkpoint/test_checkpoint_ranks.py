@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_ranks import crews, on_all, rows_of, save_rows
+from helpers.checkpoint_ranks import on_all, rank_groups, rows_of, save_rows
 from helpers.checkpoint_samples import Tensors, blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
@@ -29,8 +29,8 @@ def load_rows(where: Path, like: Tensors, size: int) -> tuple[list[Any], Tensors
     """What `resume` gives on each rank, and the tensors they filled together."""
     into = blank(like)
     return on_all(
-        crews(size),
-        lambda crew: checkpoint.resume(where, rows_of(into, crew), lambda _: None, crew=crew),
+        rank_groups(size),
+        lambda ranks: checkpoint.resume(where, rows_of(into, ranks), lambda _: None, ranks=ranks),
     ), into
 
 
@@ -40,7 +40,7 @@ def load_rows(where: Path, like: Tensors, size: int) -> tuple[list[Any], Tensors
 def given_by(
     *pieces: Shard | torch.Tensor,
 ) -> Callable[[RankGroup], dict[str, Shard | torch.Tensor]]:
-    return lambda crew: {"model.w": pieces[crew.rank]}
+    return lambda ranks: {"model.w": pieces[ranks.rank]}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def given_by(
 def test_pieces_that_make_no_whole_are_not_committed(tmp_path: Path, pieces, reason) -> None:
     save_rows(tmp_path, 1, sample(1), state_of(1), size=2)
     results = on_all(
-        crews(2), lambda crew: checkpoint.save(tmp_path, 2, pieces(crew), {}, crew=crew)
+        rank_groups(2), lambda ranks: checkpoint.save(tmp_path, 2, pieces(ranks), {}, ranks=ranks)
     )
     with pytest.raises(CheckpointError, match=f"cannot save checkpoint .*step_2.*{reason}"):
         raise results[0]
@@ -78,9 +78,9 @@ def test_a_piece_outside_its_tensor_is_a_mistake_of_the_caller(tmp_path: Path) -
 def test_a_tensor_no_rank_asks_for_is_named_on_every_rank(tmp_path: Path) -> None:
     save_rows(tmp_path, 1, {f"model.{i}": torch.ones(2) for i in range(4)}, {}, size=2)
     results = on_all(
-        crews(3),
-        lambda crew: checkpoint.load(
-            tmp_path / "step_1", {f"model.{crew.rank}": torch.zeros(2)}, crew=crew
+        rank_groups(3),
+        lambda ranks: checkpoint.load(
+            tmp_path / "step_1", {f"model.{ranks.rank}": torch.zeros(2)}, ranks=ranks
         ),
     )
     assert {type(result) for result in results} == {checkpoint.MismatchError}
@@ -92,9 +92,9 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     save_rows(tmp_path, 1, {"model.w": torch.ones(4)}, {}, size=2)
     into = [torch.zeros(4), torch.zeros(5)]
     results = on_all(
-        crews(2),
-        lambda crew: checkpoint.resume(
-            tmp_path, {"model.w": into[crew.rank]}, pytest.fail, crew=crew
+        rank_groups(2),
+        lambda ranks: checkpoint.resume(
+            tmp_path, {"model.w": into[ranks.rank]}, pytest.fail, ranks=ranks
         ),
     )
     assert {type(result) for result in results} == {checkpoint.MismatchError}
@@ -112,8 +112,10 @@ def test_all_ranks_fall_back_together(tmp_path: Path, file: str) -> None:
     notices: list[str] = []
     into = blank(tensors[1])
     results = on_all(
-        crews(2),
-        lambda crew: checkpoint.resume(tmp_path, rows_of(into, crew), notices.append, crew=crew),
+        rank_groups(2),
+        lambda ranks: checkpoint.resume(
+            tmp_path, rows_of(into, ranks), notices.append, ranks=ranks
+        ),
     )
     assert results == [(tmp_path / "step_1", state_of(1))] * 2
     assert same_bits(into, tensors[1])
@@ -198,8 +200,8 @@ def test_what_keeps_rank_0_from_beginning_is_raised_on_all_ranks_at_once(
     monkeypatch.setattr(SaveRendezvous, "open", no_inodes)
     # Nobody waits for the time to run out: it would be an hour.
     results = on_all(
-        crews(3, timeout_seconds=3600.0),
-        lambda crew: begin(tmp_path, 2, rows_of(sample(2), crew), {}, crew=crew),
+        rank_groups(3, timeout_seconds=3600.0),
+        lambda ranks: begin(tmp_path, 2, rows_of(sample(2), ranks), {}, ranks=ranks),
     )
     assert len({str(result) for result in results}) == 1
     assert isinstance(results[2], CheckpointError) and "step_2: [Errno 28] No" in str(results[2])
@@ -274,8 +276,8 @@ def test_missing_ranks_are_named_and_a_late_one_leaves_nothing(tmp_path: Path) -
     # Each by itself: the collectives of the others are not waited for.
     together = [RankGroup(rank, 4, "a session", timeout_seconds=0.2) for rank in range(4)]
 
-    def save(crew: RankGroup) -> Path:
-        return checkpoint.save(tmp_path, 1, rows_of(sample(1), crew), {}, crew=crew)
+    def save(ranks: RankGroup) -> Path:
+        return checkpoint.save(tmp_path, 1, rows_of(sample(1), ranks), {}, ranks=ranks)
 
     with pytest.raises(CheckpointError, match=r"no part came from rank 1, 2, 3 within 0\.2 s"):
         save(together[0])
@@ -296,12 +298,12 @@ def test_meetings_of_dead_sessions_are_cleared_away(tmp_path: Path) -> None:
 def test_the_same_step_again_at_once_by_ranks_that_run_ahead(tmp_path: Path) -> None:
     times = 15
 
-    def save(crew: RankGroup) -> None:
+    def save(ranks: RankGroup) -> None:
         for number in range(times):
-            tensors = rows_of(sample(number, floats=64), crew)
-            checkpoint.save(tmp_path, 7, tensors, state_of(number), crew=crew)
+            tensors = rows_of(sample(number, floats=64), ranks)
+            checkpoint.save(tmp_path, 7, tensors, state_of(number), ranks=ranks)
 
-    assert on_all(crews(4), save) == [None] * 4
+    assert on_all(rank_groups(4), save) == [None] * 4
     results, into = load_rows(tmp_path, sample(0, floats=64), size=1)
     assert results[0][1] == state_of(times - 1)
     assert same_bits(into, sample(times - 1, floats=64))
@@ -325,12 +327,12 @@ def test_a_save_in_the_background_holds_what_there_was_when_it_began(
     monkeypatch.setattr(writing, "write_shards", gated)
     tensors = sample(4, floats=24)
 
-    def begin(crew: RankGroup) -> checkpoint.PendingSave:
+    def begin(ranks: RankGroup) -> checkpoint.PendingSave:
         return checkpoint.begin_save(
-            tmp_path, 4, rows_of(tensors, crew), state_of(4), keep_last=2, crew=crew
+            tmp_path, 4, rows_of(tensors, ranks), state_of(4), keep_last=2, ranks=ranks
         )
 
-    pending = on_all(crews(size), begin)
+    pending = on_all(rank_groups(size), begin)
     assert not any(save.done for save in pending)
     for tensor in tensors.values():
         tensor.zero_()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_ranks import crews, on_all, rows_of, save_rows
+from helpers.checkpoint_ranks import on_all, rank_groups, rows_of, save_rows
 from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,14 +35,16 @@ def test_tensors_that_are_cut_alike_share_one_grid(tmp_path: Path) -> None:
 def test_a_cut_in_two_dimensions_is_a_grid_too(tmp_path: Path) -> None:
     """As model parallelism over columns and sharding over rows leave it."""
 
-    def quarters(crew: RankGroup) -> dict[str, Shard]:
-        row, column = divmod(crew.rank, 2)
+    def quarters(ranks: RankGroup) -> dict[str, Shard]:
+        row, column = divmod(ranks.rank, 2)
         return {
             name: Shard(tensor[4 * row :][:4, 3 * column :][:, :3], (8, 6), (4 * row, 3 * column))
             for name, tensor in LAYERS.items()
         }
 
-    on_all(crews(4), lambda crew: checkpoint.save(tmp_path, 1, quarters(crew), {}, crew=crew))
+    on_all(
+        rank_groups(4), lambda ranks: checkpoint.save(tmp_path, 1, quarters(ranks), {}, ranks=ranks)
+    )
     (cut,) = index_of(tmp_path / "step_1")["cuts"]
     assert cut["grid"] == [[0, 4], [0, 3]] and cut["files"] == [0, 1, 2, 3]
     into = blank(LAYERS)
@@ -107,12 +109,12 @@ def test_each_file_is_hashed_once_by_a_rank_that_reads_it(
     monkeypatch.setattr(reading, "file_problems", watched)
     into = blank(LAYERS)
 
-    def load(crew: RankGroup) -> list[str]:
-        pieces = rows_of(into, crew)
-        checkpoint.load(tmp_path / "step_1", pieces, crew=crew)
+    def load(ranks: RankGroup) -> list[str]:
+        pieces = rows_of(into, ranks)
+        checkpoint.load(tmp_path / "step_1", pieces, ranks=ranks)
         return sorted(reading.parts_by_file(reading.read_manifest(tmp_path / "step_1"), pieces))
 
-    read = on_all(crews(4), load)
+    read = on_all(rank_groups(4), load)
     assert same_bits(into, LAYERS)
     assert sorted(hashed) == sorted(read) and all(len(files) == 1 for files in read)
 

@@ -161,13 +161,13 @@ def test_a_writer_beats_as_long_as_it_writes_and_not_when_it_is_stuck(
         real(descriptor)
 
     beats: list[None] = []
-    crew = checkpoint.RankGroup(beat=lambda: beats.append(None))
+    ranks = checkpoint.RankGroup(beat=lambda: beats.append(None))
     monkeypatch.setattr(os, "fsync", stuck)
-    step = checkpoint.save(tmp_path, 2, sample(2, floats=1 << 16), state_of(2), crew=crew)
+    step = checkpoint.save(tmp_path, 2, sample(2, floats=1 << 16), state_of(2), ranks=ranks)
     monkeypatch.undo()
     assert beats and before[1] <= before[0] + 2, "a rank stuck in a system call seems to live"
     beats.clear()
-    checkpoint.load(step, blank(sample(2, floats=1 << 16)), crew=crew)
+    checkpoint.load(step, blank(sample(2, floats=1 << 16)), ranks=ranks)
     assert beats
 
 

@@ -278,7 +278,7 @@ def test_room_for_the_parts_of_all_ranks_is_looked_for_at_the_start(
 ) -> None:
     def work(engine: Engine) -> object:
         own = saving.bytes_to_save(engine.runner, engine.optimizer)
-        parts = [part for (part,) in engine.mesh.everyone(own)]
+        parts = [part for (part,) in engine.mesh.all_gather(own)]
         # Enough for either of the two, but not for both.
         checkpoint.free_bytes = lambda place: int(max(parts))  # type: ignore[assignment]
         return engine.fit()

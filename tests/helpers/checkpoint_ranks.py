@@ -16,7 +16,9 @@ from fourfold.shards import Box
 from helpers.checkpoint_samples import Tensors
 
 
-def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) -> list[RankGroup]:
+def rank_groups(
+    size: int, session: str = "a session", timeout_seconds: float = 20.0
+) -> list[RankGroup]:
     """The views of `size` threads, with an `agree` that fails rather than hangs."""
     barrier = threading.Barrier(size, timeout=20.0)
     said: list[Any] = [None] * size
@@ -31,7 +33,7 @@ def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) 
 
         return gather
 
-    def crew_of(rank: int) -> RankGroup:
+    def group_of(rank: int) -> RankGroup:
         gather = gather_of(rank)
 
         def agree(text: str | None) -> str | None:
@@ -39,20 +41,20 @@ def crews(size: int, session: str = "a session", timeout_seconds: float = 20.0) 
 
         return RankGroup(rank, size, session, agree, timeout_seconds, gather)
 
-    return [crew_of(rank) for rank in range(size)]
+    return [group_of(rank) for rank in range(size)]
 
 
 def on_all(together: list[RankGroup], work: Callable[[RankGroup], object]) -> list[Any]:
     """What `work` returns, or raises, on each rank."""
     results: list[Any] = [None] * len(together)
 
-    def run(crew: RankGroup) -> None:
+    def run(ranks: RankGroup) -> None:
         try:
-            results[crew.rank] = work(crew)
+            results[ranks.rank] = work(ranks)
         except BaseException as error:
-            results[crew.rank] = error
+            results[ranks.rank] = error
 
-    threads = [threading.Thread(target=run, args=(crew,)) for crew in together]
+    threads = [threading.Thread(target=run, args=(ranks,)) for ranks in together]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -60,15 +62,15 @@ def on_all(together: list[RankGroup], work: Callable[[RankGroup], object]) -> li
     return results
 
 
-def rows_of(tensors: Tensors, crew: RankGroup) -> dict[str, torch.Tensor | Shard]:
+def rows_of(tensors: Tensors, ranks: RankGroup) -> dict[str, torch.Tensor | Shard]:
     """An even cut along the first dimension; what has none is the last rank's."""
     pieces: dict[str, torch.Tensor | Shard] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
-            if crew.rank == crew.size - 1:
+            if ranks.rank == ranks.size - 1:
                 pieces[name] = tensor
             continue
-        first, last = (len(tensor) * rank // crew.size for rank in (crew.rank, crew.rank + 1))
+        first, last = (len(tensor) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
         offsets = (first,) + (0,) * (tensor.dim() - 1)
         pieces[name] = Shard(tensor[first:last], tuple(tensor.shape), offsets)
     return pieces
@@ -79,8 +81,10 @@ def save_rows(
 ) -> list[Any]:
     """What `save` gives on each of `size` ranks."""
     return on_all(
-        crews(size, **options),
-        lambda crew: checkpoint.save(output_dir, step, rows_of(tensors, crew), state, crew=crew),
+        rank_groups(size, **options),
+        lambda ranks: checkpoint.save(
+            output_dir, step, rows_of(tensors, ranks), state, ranks=ranks
+        ),
     )
 
 

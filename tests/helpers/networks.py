@@ -44,7 +44,7 @@ class Recomputing:
     def arrange(self, rows: Sequence[int]) -> None:
         self.rows = [list(self.rows[row]) for row in rows]
 
-    def agree(self, choices: list[float]) -> list[float]:
+    def broadcast_choices(self, choices: list[float]) -> list[float]:
         return choices
 
     def wipe(self, rows: Sequence[int]) -> None:

@@ -143,7 +143,7 @@ def _run(config: Config, world: int) -> Trace:
                 engine.runner.evaluate(engine.data.loaders["valid"].batch(1))
                 saving.save(engine, meter)
     share = float(engine.runner.evaluate(engine.data.loaders["valid"].batch(0)))
-    (trace.evaluation,) = engine.mesh.total(share)
+    (trace.evaluation,) = engine.mesh.all_reduce(share)
     trace.weights = _rectangles(engine, gradients=False)
     check_replicas(engine.runner, "at the end")
     saving.finish(engine)

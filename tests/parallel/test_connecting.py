@@ -65,8 +65,8 @@ def test_a_rank_makes_only_groups_of_its_own_and_all_have_the_timeout(
             group = joined.group(axis)
             assert dist.get_process_group_ranks(group) in layout.columns(axis)
             assert joined.axis(axis).get_group() is group
-        if joined.ends_group is not None:
-            ends = dist.get_process_group_ranks(joined.ends_group)
+        if joined.tied_embedding_group is not None:
+            ends = dist.get_process_group_ranks(joined.tied_embedding_group)
             assert [layout.coordinates(end)["pp"] for end in ends] == [0, layout.pp - 1]
         made = dist.distributed_c10d._world.pg_map
         timeouts = [group._get_backend(CPU).options._timeout for group in made]
@@ -128,7 +128,7 @@ def test_ranks_wait_for_one_that_makes_progress() -> None:
 
     def work(rank: int) -> str:
         joined = connect(Layout(dp=3), CPU, PATIENCE_SECONDS)
-        joined.in_turn(lambda: be_busy(PATIENCE_SECONDS + 1.5) if rank < 2 else None)
+        joined.rank_0_first(lambda: be_busy(PATIENCE_SECONDS + 1.5) if rank < 2 else None)
         joined.close()
         return "done"
 
@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it() -> None:
             time.sleep(3 * PATIENCE_SECONDS)
             return ""
         try:
-            joined.agree(None)
+            joined.broadcast_first(None)
         except RunError as error:
             return str(error)
         raise AssertionError("rank 1 never came")
@@ -163,7 +163,7 @@ def test_an_error_of_the_first_rank_reaches_those_that_wait() -> None:
 
         joined = connect(Layout(dp=2), CPU, PATIENCE_SECONDS)
         with pytest.raises(UserError) as raised:
-            joined.in_turn(open_data)
+            joined.rank_0_first(open_data)
         return str(raised.value)
 
     assert on_ranks(2, work) == ["the data is damaged", "rank 0: the data is damaged"]

@@ -93,7 +93,7 @@ def test_messages_that_wait_to_be_received_do_not_lock_an_evaluation(
             prepare(engine)
             share = float(engine.runner.evaluate(engine.data.loaders["valid"].batch(0)))
             engine.data.close()
-            return engine.mesh.total(share)[0]
+            return engine.mesh.all_reduce(share)[0]
 
         return work
 

@@ -35,11 +35,11 @@ def read_whole(file: InputFile, rule: TextRule) -> list[object]:
 
 def read_chunks(file: InputFile, rule: TextRule, size: int, readers: int = 1) -> list[object]:
     """In chunks of `size`, shared out to several readers in turn, as to several workers."""
-    crew = [ChunkReader(rule) for _ in range(readers)]
+    ranks = [ChunkReader(rule) for _ in range(readers)]
     found: list[object] = []
     lines = chunk = 0
     while True:
-        reader = crew[chunk % readers]
+        reader = ranks[chunk % readers]
         found += [place(lines, each) for each in reader.documents(file, chunk, size)]
         lines += reader.num_lines
         chunk += 1
