@@ -11,9 +11,10 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
@@ -30,12 +31,41 @@ class RunError(Exception):
     """
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A key of the configuration where a message names it, with its value or without."""
+
+    path: str
+    value: Any = None
+
+    def __str__(self) -> str:
+        return self.path if self.value is None else f"{self.path}={self.value}"
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One thing to say about a configuration, and where what it is about was written."""
+
+    parts: tuple[str | Setting, ...]
+    source: str = ""
+    paths: tuple[str, ...] = ()  # of all keys it is about, named in it or not
+
+    def text(self, name: Callable[[Setting], str] = str) -> str:
+        """Without the source; `name` says what to call a key and its value."""
+        return "".join(name(part) if isinstance(part, Setting) else part for part in self.parts)
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.text()}" if self.source else self.text()
+
+
 class ConfigError(UserError):
     """All problems of a configuration at once, one line each."""
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("\n".join(problems))
+    def __init__(self, problems: Sequence[Remark | str]) -> None:
+        self.problems = [
+            Remark((problem,)) if isinstance(problem, str) else problem for problem in problems
+        ]
+        super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
 class DataError(UserError):

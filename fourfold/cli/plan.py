@@ -195,6 +195,7 @@ def _make_plan(
     tokens: str | None,
     price: float | None,
 ) -> tuple[Plan, Economics]:
+    from fourfold.config import read_config
     from fourfold.config.auto_constraints import as_laid_out
     from fourfold.plan import parse_cluster
     from fourfold.plan import plan as make
@@ -202,7 +203,7 @@ def _make_plan(
 
     described = parse_cluster(cluster)
     fixed = _parse_fix(fix, "--fix") if fix is not None else {}
-    resolved, problem = as_laid_out(config, override, described.world)
+    resolved, problem = as_laid_out(read_config(config, override), described.world)
     made = make(resolved, described, fixed=fixed, own_problem=problem)
     if made.costs is None and fixed:
         raise UserError(
@@ -314,13 +315,13 @@ def _say_impossible(plan: Plan) -> None:
 
 
 def _emit(config: Path, override: list[str], plan: Plan, path: Path) -> None:
-    from fourfold.config import load_config
+    from fourfold.config import read_config
 
     best = plan.best
     assert best is not None
     # What was planned is the whole layout, its layers shared out evenly.
-    chosen = [*best.overrides(), "Distributed.auto=False", "Distributed.pp_layers=null"]
-    resolved = load_config(config, [*override, *chosen], plan.cluster.world)
+    chosen = {**best.settings(), "Distributed.auto": False, "Distributed.pp_layers": None}
+    resolved = read_config(config, override).with_values(chosen).load(plan.cluster.world)
     head = f"# {best.layout}, {best.details}: planned for {plan.cluster}.\n\n"
     path.write_text(head + resolved.to_yaml(), encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)

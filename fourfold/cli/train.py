@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
-from fourfold.errors import ConfigError, UserError
+from fourfold.errors import UserError
 from fourfold.signals import answer_with_stacks
 
 if TYPE_CHECKING:
@@ -96,29 +96,22 @@ class TrainRun:
 
     def resolve(self, world_size: int | None) -> tuple[Config, Prediction | None]:
         """The configuration for that many processes (None: one, started by hand), and what its plan
-        foretells where the layout is left to us."""
-        from fourfold.config import load_config
+        predicts where the layout is left to us."""
+        from fourfold.config import read_config
         from fourfold.config.auto_constraints import is_auto_requested
 
-        if not self.auto:
-            try:
-                config = load_config(self.file, self.overrides, world_size)
-                is_auto = config.Distributed.auto
-            except ConfigError:
-                # A layout that is yet to be chosen may well not fit together as it is written.
-                if not is_auto_requested(self.file, self.overrides):
-                    raise
-                is_auto = True
-            if not is_auto and self.cluster is not None:
+        source = read_config(self.file, self.overrides)
+        if not (self.auto or is_auto_requested(source)):
+            config = source.load(world_size)
+            if self.cluster is not None:
                 raise UserError(
                     f"--cluster {self.cluster} describes the machine for a layout that is chosen; "
                     "add --auto, or leave it out"
                 )
-            if not is_auto:
-                return config, None
+            return config, None
         from fourfold.plan.auto import choose
 
-        choice = choose(self.file, self.overrides, world_size or 1, self.cluster)
+        choice = choose(source, world_size or 1, self.cluster)
         return choice.config, choice.expected
 
     def words(self) -> list[str]:
@@ -187,7 +180,7 @@ def fit_in_processes(
 
 
 def _saved_step(output_dir: Path) -> int | None:
-    """The step that a run in this directory would go on from."""
+    """The step that a run in this directory would resume from."""
     from fourfold import checkpoint
 
     try:

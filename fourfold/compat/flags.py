@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ import yaml
 from fourfold.atomic_files import replace_text
 from fourfold.config import load_config
 from fourfold.config.suggest import did_you_mean, nearest
-from fourfold.errors import ConfigError, UserError
+from fourfold.errors import ConfigError, Setting, UserError
 
 FILE_NAME = "config.yaml"
 
@@ -108,30 +107,28 @@ class Translation:
     def problems(self, doubtful: Collection[str] = ()) -> list[str]:
         """Why no run can be made of these values, in the words of the flags.
 
-        Keys in `doubtful` are left out: what is wrong with them has been said.
+        Nothing is said about keys in `doubtful`: what is wrong with them has been said.
         """
         sound = {key: given for key, given in self.values.items() if key not in doubtful}
-        with tempfile.TemporaryDirectory() as place:
-            file = Translation(self.program, sound).write(place)
+        with tempfile.TemporaryDirectory() as directory:
+            file = Translation(self.program, sound).write(directory)
             try:
                 load_config(file)
             except ConfigError as error:
-                line = re.compile(re.escape(str(file)) + r"(:[0-9]+)?: ")
-                return [self._in_flags(line.sub("", text, count=1)) for text in error.problems]
+                told = [problem for problem in error.problems if not {*problem.paths} & {*doubtful}]
+                return [problem.text(self._in_flags) for problem in told]
         return []
 
-    def _in_flags(self, text: str) -> str:
+    def _in_flags(self, setting: Setting) -> str:
         """`--max_seq_len 0` for `Data.dataset.max_seq_len=0`, and the origin of other values."""
+        if setting.path not in self.values:
+            return str(setting)
+        flag = self.values[setting.path][1]
         keys_of = Counter(flag for _, flag in self.values.values())
-
-        def said(found: re.Match[str]) -> str:
-            flag = self.values[found["key"]][1]
-            if keys_of[flag] > 1 or not re.fullmatch(r"--[\w-]+( by default)?", flag):
-                return f"{found[0]} ({flag})"
-            return f"{flag.split()[0]} {found['value'] or ''}".strip()
-
-        keys = "|".join(re.escape(key) for key in sorted(self.values, key=len, reverse=True))
-        return re.sub(rf"\b(?P<key>{keys})\b(=(?P<value>[^\s;,:]+))?", said, text)
+        name = flag.removesuffix(" by default")
+        if keys_of[flag] > 1 or not name.startswith("--") or " " in name:
+            return f"{setting} ({flag})"
+        return name if setting.value is None else f"{name} {setting.value}"
 
     def to_yaml(self) -> str:
         tree: dict[str, Any] = {}

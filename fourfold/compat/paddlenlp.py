@@ -91,9 +91,7 @@ def prepare(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> Pa
         problems.append(str(error))
     translation = translate(flags, graph_mode, start)
     layout = PaddleLayout.of(flags, graph_mode)
-    found = problems_of(flags, layout, translation, processes, program)
-    # Of a model that was not found nothing is known, so nothing about it is wrong.
-    problems += [text for text in found if start is not None or "Model." not in text]
+    problems += problems_of(flags, layout, translation, processes, program)
     if problems or start is None:
         raise ConfigError(problems)
     if os.environ.get("RANK", "0") == "0":

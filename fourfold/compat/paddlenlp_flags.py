@@ -268,6 +268,9 @@ def problems_of(
     batch = list(_batch_problems(flags, layout))
     doubtful = {DEVICE_KEY} if device else set()
     doubtful.update(BATCH_KEYS if batch else ())
+    # Of a model that was not found nothing is known, so nothing about it is wrong.
+    if "Model.hidden_size" not in translation.values:
+        doubtful.update(f"Model.{name}" for name in (*SIZES, "ffn_hidden_size"))
     return [
         *device,
         *_purpose_problems(flags),

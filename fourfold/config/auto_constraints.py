@@ -9,15 +9,13 @@ stage (`pp_layers`) stay with the pp_degree they are written for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fourfold.config.load import load_config, read_spelled_out, validate
+from fourfold.config.load import ConfigSource, validate
 from fourfold.config.resolve import DEFAULT_MICRO_BATCH
 from fourfold.config.schema import Config
-from fourfold.config.yaml_nodes import Report, Tree, find, in_reading_order
+from fourfold.config.yaml_nodes import Tree, find
 from fourfold.errors import ConfigError
 
 # Key -> its name in a plan; the value of a degree that is off.
@@ -38,14 +36,14 @@ GLOBAL_BATCH = "Data.batch_size.global_batch_size"
 LOCAL_BATCH = "Data.batch_size.local_batch_size"
 RECOMPUTE = ("Model.use_recompute", "Model.recompute_granularity")
 # One rank, one sample at a time: legal for every model, so what else is wrong can be told.
-NEUTRAL = (
-    *(f"{path}={'null' if name == 'dp' else off}" for path, (name, off) in DEGREES.items()),
-    "Distributed.auto=False",
-    "Distributed.pp_layers=null",
-    "Model.sequence_parallel=False",
-    f"{LOCAL_BATCH}=null",
-    "Data.batch_size.micro_batch_size=1",
-)
+NEUTRAL = {
+    **{path: None if name == "dp" else off for path, (name, off) in DEGREES.items()},
+    "Distributed.auto": False,
+    "Distributed.pp_layers": None,
+    "Model.sequence_parallel": False,
+    LOCAL_BATCH: None,
+    "Data.batch_size.micro_batch_size": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,16 @@ class LayoutConstraints:
         return (self.local_batch or DEFAULT_MICRO_BATCH) * max(1, world // self.others)
 
 
-def is_auto_requested(path: str | Path, overrides: Sequence[str] = ()) -> bool:
+def is_auto_requested(source: ConfigSource) -> bool:
     """Whether the layout is left to us, told of a file that may be wrong in every other way."""
-    entry = find(read_spelled_out(path, overrides, Report()), "Distributed.auto")
-    return entry is not None and entry.value is True
+    return validate(*source.translated())[0].Distributed.auto
 
 
-def read_constraints(path: str | Path, overrides: Sequence[str] = ()) -> LayoutConstraints:
+def read_constraints(source: ConfigSource) -> LayoutConstraints:
     """Only names and types are checked: whether it all goes together is not known yet."""
-    report = Report()
-    tree = read_spelled_out(path, overrides, report)
+    tree, report = source.translated()
     config, _ = validate(tree, report)
-    if report.problems:
-        raise ConfigError(in_reading_order(report.problems))
+    report.raise_problems()
     sizes, layout = config.Data.batch_size, config.Distributed
     if sizes.global_batch_size is not None and _overridden(tree, LOCAL_BATCH):
         raise ConfigError(
@@ -101,30 +96,27 @@ def read_constraints(path: str | Path, overrides: Sequence[str] = ()) -> LayoutC
     )
 
 
-def without_layout(path: str | Path, overrides: Sequence[str], batch: int) -> Config:
+def without_layout(source: ConfigSource, batch: int) -> Config:
     """The configuration on one rank with a global batch of `batch`: all of it but the layout."""
-    return load_config(path, [*overrides, *NEUTRAL, f"{GLOBAL_BATCH}={batch}"])
+    return source.with_values({**NEUTRAL, GLOBAL_BATCH: batch}).load()
 
 
-def as_laid_out(
-    path: str | Path, overrides: Sequence[str], world: int
-) -> tuple[Config, str | None]:
+def as_laid_out(source: ConfigSource, world: int) -> tuple[Config, str | None]:
     """The configuration as `world` ranks would run it, and None; where its layout is not one of
     `world` ranks, what is left of it without one, and why."""
-    wishes = read_constraints(path, overrides)
-    batch = wishes.global_batch_of(world)
-    free = without_layout(path, overrides, batch)
-    if world % wishes.fewest_ranks:
-        fewest = wishes.fewest_ranks
+    constraints = read_constraints(source)
+    batch, fewest = constraints.global_batch_of(world), constraints.fewest_ranks
+    free = without_layout(source, batch)
+    if world % fewest:
         return free, f"it needs {fewest} ranks or a multiple of {fewest}, and there are {world}"
     # The local batch follows: on another number of ranks than the file was written for, the
     # global one stays.
-    sizes = [f"{GLOBAL_BATCH}={batch}", f"{LOCAL_BATCH}=null"]
+    sized = source.with_values({GLOBAL_BATCH: batch, LOCAL_BATCH: None})
     try:
-        return load_config(path, [*overrides, *sizes], world), None
+        return sized.load(world), None
     except ConfigError as error:
         # Without the places these were written at: some are the two sizes above.
-        return free, "; ".join(problem.partition(": ")[2] for problem in error.problems)
+        return free, "; ".join(problem.text() for problem in error.problems)
 
 
 def _fixed(config: Config, tree: Tree) -> dict[str, Any]:

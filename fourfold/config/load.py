@@ -1,12 +1,16 @@
 """Loading: a YAML file and `-o Section.key=value` overrides to a resolved, checked `Config`.
 
 Stages, each of which reports into one list: read the file and its bases, apply overrides,
-translate other spellings, check types, derive values, check constraints.
+translate other spellings, check types, derive values, check constraints. What was read is kept as
+a `ConfigSource`, of which several configurations can be made: an automatic layout is planned
+without one, then set, and the file is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,15 @@ from pydantic.fields import FieldInfo
 
 from fourfold.config.compat_keys import RENAMED, spell_out_auto, translate
 from fourfold.config.fields import Section, allowed_text, leaves, section_type
+from fourfold.config.findings import ConfigFindings, Message, Report, in_reading_order
 from fourfold.config.resolve import resolve
 from fourfold.config.rules import check
 from fourfold.config.schema import Config
 from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.config.yaml_nodes import (
-    ConfigFindings,
     Entry,
-    Report,
     Tree,
     find,
-    in_reading_order,
     merge,
     parse_document,
     parse_scalar,
@@ -33,7 +35,7 @@ from fourfold.config.yaml_nodes import (
     read_tree,
     walk,
 )
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, Setting
 
 AUTO = "Distributed.auto=True"
 
@@ -46,28 +48,54 @@ def load_config(
     `world_size` is the number of processes started; None means that nothing is launched, and
     then degrees are taken as written.
     """
-    assert world_size is None or world_size >= 1
-    report = Report()
-    tree = read_spelled_out(path, overrides, report)
-    config, reported = validate(tree, report)
-    findings = ConfigFindings(tree, str(path), report, reported)
-    resolve(config, findings, world_size)
-    check(config, findings)
-    if report.problems:
-        raise ConfigError(in_reading_order(report.problems))
-    config.notices.extend(in_reading_order(report.notices))
-    return config
+    return read_config(path, overrides).load(world_size)
 
 
-def read_spelled_out(path: str | Path, overrides: Sequence[str], report: Report) -> Tree:
-    """The file with its bases and every override in it, under the documented names."""
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ConfigSource:
+    """The file with its bases and every override in it. Only a file that cannot be read raises."""
     tree = read_tree(path)
     # Before the overrides, which add keys to sections and would replace a word.
     spell_out_auto(tree)
     spelled = [AUTO if text.lower() == "distributed=auto" else text for text in overrides]
-    tree = apply_overrides(tree, spelled, report)
-    translate(tree, report)
-    return tree
+    report = Report()
+    return ConfigSource(str(path), apply_overrides(tree, spelled, report), report, len(spelled))
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """A configuration as it is written, before names and types are looked at."""
+
+    file: str
+    tree: Tree
+    report: Report = field(default_factory=Report)  # about the overrides
+    layers: int = 0  # one for each override
+
+    def with_values(self, values: Mapping[str, Any]) -> ConfigSource:
+        """The same with these keys set, as overrides after all others would."""
+        tree = deepcopy(self.tree)
+        for path, value in values.items():
+            source = f"-o {path}={'null' if value is None else value}"
+            entry = Entry(value, source, self.layers + 1)
+            tree = _apply(tree, path.split("."), entry, self.report)
+        return replace(self, tree=tree, layers=self.layers + 1)
+
+    def translated(self) -> tuple[Tree, Report]:
+        """Its tree under the documented names, and what there is to say about it so far."""
+        tree, report = deepcopy(self.tree), deepcopy(self.report)
+        translate(tree, report)
+        return tree, report
+
+    def load(self, world_size: int | None = None) -> Config:
+        """As `load_config`."""
+        assert world_size is None or world_size >= 1
+        tree, report = self.translated()
+        config, reported = validate(tree, report)
+        findings = ConfigFindings(tree, self.file, report, reported)
+        resolve(config, findings, world_size)
+        check(config, findings)
+        report.raise_problems()
+        config.notices.extend(str(notice) for notice in in_reading_order(report.notices))
+        return config
 
 
 def validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
@@ -129,19 +157,19 @@ def _remove(values: dict[str, Any], names: list[str]) -> None:
     del values[names[-1]]
 
 
-def _type_problem(path: str, field: FieldInfo | None, entry: Entry, details: Any) -> str:
+def _type_problem(path: str, field: FieldInfo | None, entry: Entry, details: Any) -> Message:
     assert field is not None
     value = plain(entry)
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    setting = Setting(path, repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "...")
     if section_type(field) is not None:
-        return f"{path}={shown}: this is a section; write its keys below it"
+        return [setting, ": this is a section; write its keys below it"]
     if details["type"] == "value_error":
-        return f"{path}={shown}: {details['ctx']['error']}"
+        return [setting, f": {details['ctx']['error']}"]
+    if details["type"] == "less_than_equal" and isinstance(value, int | float):
+        return [setting, f" is too large; choose at most {details['ctx']['le']}"]
     allowed = allowed_text(field)
     meant = nearest(value, allowed.split(", ")) if isinstance(value, str) else []
-    if details["type"] == "less_than_equal" and isinstance(value, int | float):
-        return f"{path}={shown} is too large; choose at most {details['ctx']['le']}"
-    return f"{path}={shown} is not {allowed}{did_you_mean(meant)}"
+    return [setting, f" is not {allowed}{did_you_mean(meant)}"]
 
 
 def _report_unknown(path: str, entry: Entry, report: Report) -> list[str]:
@@ -194,10 +222,14 @@ def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
         if not equals or not all(names):
             report.problem(source, "write it as Section.key=value")
             continue
+        written = written.strip()
         try:
-            value = _parse_value(written.strip(), source, layer)
-        except ConfigError as error:
-            report.problems += error.problems
+            value = _parse_value(written, source, layer)
+        except ConfigError:
+            report.problem(
+                source,
+                f"{written} is no complete list, mapping or quoted string; close or quote it",
+            )
             continue
         tree = _apply(tree, names, Entry(value, source, layer), report)
     return tree
@@ -213,14 +245,9 @@ def _is_unicode(text: str) -> bool:
 
 
 def _parse_value(text: str, source: str, layer: int) -> object:
-    if text[:1] not in ("[", "{", "'", '"'):
-        return parse_scalar(text)
-    try:
+    if text[:1] in ("[", "{", "'", '"'):
         return parse_document(text, source, layer).value
-    except ConfigError:
-        raise ConfigError(
-            [f"{source}: {text} is no complete list, mapping or quoted string; close or quote it"]
-        ) from None
+    return parse_scalar(text)
 
 
 def _apply(tree: Tree, names: list[str], entry: Entry, report: Report) -> Tree:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
+from fourfold.config.findings import ConfigFindings
 from fourfold.config.schema import Config, Dtype, Level
 from fourfold.config.suggest import multiple_near
-from fourfold.config.yaml_nodes import ConfigFindings
+from fourfold.errors import Setting
 
 DEFAULT_MICRO_BATCH = 8
 _LEVELS: dict[Dtype, Level | None] = {"float32": None, "bfloat16": "O1", "float16": "O2"}
@@ -109,16 +110,22 @@ def _resolve_batch(config: Config, findings: ConfigFindings) -> None:
     elif sizes.local_batch_size is None:
         if sizes.global_batch_size % ranks:
             findings.problem(
-                f"{names[0]}={sizes.global_batch_size} is not a multiple of {spread}; choose "
-                f"{multiple_near(sizes.global_batch_size, ranks)}",
+                [
+                    Setting(names[0], sizes.global_batch_size),
+                    f" is not a multiple of {spread}; choose "
+                    f"{multiple_near(sizes.global_batch_size, ranks)}",
+                ],
                 *names,
             )
         sizes.local_batch_size = max(1, sizes.global_batch_size // ranks)
     elif sizes.global_batch_size != sizes.local_batch_size * ranks:
         findings.problem(
-            f"{names[0]}={sizes.global_batch_size} is not local_batch_size="
-            f"{sizes.local_batch_size} * {spread} = {sizes.local_batch_size * ranks}; give one "
-            "of the two sizes and leave the other empty",
+            [
+                Setting(names[0], sizes.global_batch_size),
+                f" is not local_batch_size={sizes.local_batch_size} * {spread} = "
+                f"{sizes.local_batch_size * ranks}; give one of the two sizes and leave the other "
+                "empty",
+            ],
             *names,
         )
     _resolve_ramp(config, findings)
@@ -132,7 +139,7 @@ def _resolve_ramp(config: Config, findings: ConfigFindings) -> None:
         return
     names = (f"{_BATCH}.rampup", f"{_BATCH}.global_batch_size")
     if problem := growth_problem(Ramp(*sizes.rampup), sizes.global_batch_size):
-        findings.problem(f"{_BATCH}.rampup={sizes.rampup} {problem}", *names)
+        findings.problem([Setting(names[0], sizes.rampup), f" {problem}"], *names)
         sizes.rampup = None
 
 
@@ -167,8 +174,10 @@ def _resolve_micro_batch(config: Config, findings: ConfigFindings) -> None:
         sizes.micro_batch_size = next(size for size in range(most, 0, -1) if common % size == 0)
     elif local % sizes.micro_batch_size:
         findings.problem(
-            f"{_BATCH}.micro_batch_size={sizes.micro_batch_size} does not divide "
-            f"local_batch_size={local}; choose a divisor of {local}",
+            [
+                Setting(f"{_BATCH}.micro_batch_size", sizes.micro_batch_size),
+                f" does not divide local_batch_size={local}; choose a divisor of {local}",
+            ],
             f"{_BATCH}.micro_batch_size",
             f"{_BATCH}.local_batch_size",
             f"{_BATCH}.global_batch_size",
@@ -204,8 +213,11 @@ def _resolve_length(config: Config, findings: ConfigFindings) -> None:
     steps = config.pace.steps_within(engine.train_samples or 0)
     if steps == 0:
         findings.problem(
-            f"Engine.train_samples={engine.train_samples} is less than one step, which reads "
-            f"{config.pace.batch_of(0)} samples; choose more, or a smaller batch",
+            [
+                Setting("Engine.train_samples", engine.train_samples),
+                f" is less than one step, which reads {config.pace.batch_of(0)} samples; choose "
+                "more, or a smaller batch",
+            ],
             "Engine.train_samples",
             f"{_BATCH}.global_batch_size",
             f"{_BATCH}.rampup",

@@ -6,8 +6,9 @@ of legal layouts at the end is shared with the planner's search.
 
 from __future__ import annotations
 
+from fourfold.config.findings import ConfigFindings
 from fourfold.config.schema import Config
-from fourfold.config.yaml_nodes import ConfigFindings
+from fourfold.errors import Setting
 
 
 def check(config: Config, findings: ConfigFindings) -> None:
@@ -25,11 +26,12 @@ def _check_model(config: Config, findings: ConfigFindings) -> None:
     model = config.Model
     if model.hidden_size % model.num_attention_heads:
         findings.problem(
-            f"Model.num_attention_heads={model.num_attention_heads} does not divide "
-            f"Model.hidden_size={model.hidden_size}; "
-            f"choose {divisors(model.hidden_size, model.num_attention_heads)}",
-            "Model.num_attention_heads",
-            "Model.hidden_size",
+            [
+                Setting("Model.num_attention_heads", model.num_attention_heads),
+                " does not divide ",
+                Setting("Model.hidden_size", model.hidden_size),
+                f"; choose {divisors(model.hidden_size, model.num_attention_heads)}",
+            ]
         )
     ratio = model.ffn_hidden_size / model.hidden_size
     if ratio >= 8:
@@ -54,10 +56,12 @@ def _check_model(config: Config, findings: ConfigFindings) -> None:
     eos = config.Data.dataset.eos_token_id
     if eos is not None and eos >= model.vocab_size:
         findings.problem(
-            f"Data.dataset.eos_token_id={eos} is outside Model.vocab_size={model.vocab_size}; "
-            f"choose an id below {model.vocab_size}",
-            "Data.dataset.eos_token_id",
-            "Model.vocab_size",
+            [
+                Setting("Data.dataset.eos_token_id", eos),
+                " is outside ",
+                Setting("Model.vocab_size", model.vocab_size),
+                f"; choose an id below {model.vocab_size}",
+            ]
         )
 
 
@@ -65,19 +69,25 @@ def _check_data(config: Config, findings: ConfigFindings) -> None:
     dataset = config.Data.dataset
     own = {"train": dataset.train_data, "valid": dataset.valid_data, "test": dataset.test_data}
     names = [f"Data.dataset.{part}_data" for part, value in own.items() if value is not None]
+    shown = [part for name in names for part in (", ", Setting(name))][1:]
     if names and dataset.input_dir is not None:
         findings.problem(
-            f"{', '.join(names)} and Data.dataset.input_dir={dataset.input_dir} contradict: the "
-            "one names each part's data, the other is cut into parts; set one of them to null",
-            *names,
-            "Data.dataset.input_dir",
+            [
+                *shown,
+                " and ",
+                Setting("Data.dataset.input_dir", dataset.input_dir),
+                " contradict: the one names each part's data, the other is cut into parts; set one "
+                "of them to null",
+            ]
         )
     elif names and own["train"] is None:
         findings.problem(
-            f"{', '.join(names)} without Data.dataset.train_data leave nothing to train on; give "
-            "train_data too, or input_dir in place of all",
-            *names,
-            "Data.dataset.train_data",
+            [
+                *shown,
+                " without ",
+                Setting("Data.dataset.train_data"),
+                " leave nothing to train on; give train_data too, or input_dir in place of all",
+            ]
         )
     elif names and findings.given("Data.dataset.split"):
         findings.notice(
@@ -95,16 +105,21 @@ def _check_lengths(config: Config, findings: ConfigFindings) -> None:
     ):
         if length > positions and (path.startswith("Data") or findings.given(path)):
             findings.problem(
-                f"{path}={length} is longer than Model.max_position_embeddings={positions}; "
-                f"choose at most {positions}, or raise max_position_embeddings",
-                path,
-                "Model.max_position_embeddings",
+                [
+                    Setting(path, length),
+                    " is longer than ",
+                    Setting("Model.max_position_embeddings", positions),
+                    f"; choose at most {positions}, or raise max_position_embeddings",
+                ]
             )
     if config.Eval.overlapping_eval > config.Eval.max_seq_len:
         findings.problem(
-            f"Eval.overlapping_eval={config.Eval.overlapping_eval} would skip tokens between "
-            f"windows of Eval.max_seq_len={config.Eval.max_seq_len}; "
-            f"choose at most {config.Eval.max_seq_len}",
+            [
+                Setting("Eval.overlapping_eval", config.Eval.overlapping_eval),
+                " would skip tokens between windows of ",
+                Setting("Eval.max_seq_len", config.Eval.max_seq_len),
+                f"; choose at most {config.Eval.max_seq_len}",
+            ],
             "Eval.overlapping_eval",
             "Eval.max_seq_len",
             "Data.dataset.max_seq_len",
@@ -121,8 +136,11 @@ def _check_fusion(config: Config, findings: ConfigFindings) -> None:
     above = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
     if config.Fused.tensor_fusion and above:
         findings.problem(
-            f"Fused.tensor_fusion works on one device or with data parallelism alone, not with "
-            f"{', '.join(above)}; turn it off",
+            [
+                Setting("Fused.tensor_fusion"),
+                " works on one device or with data parallelism alone, not with "
+                f"{', '.join(above)}; turn it off",
+            ],
             "Fused.tensor_fusion",
             "Distributed.mp_degree",
             "Distributed.pp_degree",
@@ -145,19 +163,23 @@ def _check_generation(config: Config, findings: ConfigFindings) -> None:
     generation = config.Generation
     if generation.min_dec_len > generation.max_dec_len:
         findings.problem(
-            f"Generation.min_dec_len={generation.min_dec_len} is above "
-            f"Generation.max_dec_len={generation.max_dec_len}; lower one or raise the other",
-            "Generation.min_dec_len",
-            "Generation.max_dec_len",
+            [
+                Setting("Generation.min_dec_len", generation.min_dec_len),
+                " is above ",
+                Setting("Generation.max_dec_len", generation.max_dec_len),
+                "; lower one or raise the other",
+            ]
         )
     if generation.decode_strategy != "beam_search":
         return
     fewest = max(1, generation.num_return_sequences)
     if generation.num_beams < fewest:
         findings.problem(
-            f"Generation.num_beams={generation.num_beams} is too few for "
-            f"decode_strategy=beam_search with "
-            f"num_return_sequences={generation.num_return_sequences}; choose at least {fewest}",
+            [
+                Setting("Generation.num_beams", generation.num_beams),
+                " is too few for decode_strategy=beam_search with "
+                f"num_return_sequences={generation.num_return_sequences}; choose at least {fewest}",
+            ],
             "Generation.num_beams",
             "Generation.decode_strategy",
             "Generation.num_return_sequences",
@@ -168,9 +190,10 @@ def _check_profiler(config: Config, findings: ConfigFindings) -> None:
     window = config.Profiler.scheduler
     if window is not None and (len(window) != 2 or window[0] >= window[1]):
         findings.problem(
-            f"Profiler.scheduler={window} is not [start, end] with start below end; "
-            "choose for example [1, 5]",
-            "Profiler.scheduler",
+            [
+                Setting("Profiler.scheduler", window),
+                " is not [start, end] with start below end; choose for example [1, 5]",
+            ]
         )
 
 
@@ -188,11 +211,12 @@ def _check_tensor_parallel(config: Config, findings: ConfigFindings) -> None:
     model, mp = config.Model, config.Distributed.mp_degree
     if model.num_attention_heads % mp:
         findings.problem(
-            f"Distributed.mp_degree={mp} does not divide "
-            f"Model.num_attention_heads={model.num_attention_heads}; "
-            f"choose {divisors(model.num_attention_heads, mp)}",
-            "Distributed.mp_degree",
-            "Model.num_attention_heads",
+            [
+                Setting("Distributed.mp_degree", mp),
+                " does not divide ",
+                Setting("Model.num_attention_heads", model.num_attention_heads),
+                f"; choose {divisors(model.num_attention_heads, mp)}",
+            ]
         )
     if model.vocab_size % mp:
         padded = -(-model.vocab_size // (128 * mp)) * 128 * mp
@@ -204,19 +228,27 @@ def _check_tensor_parallel(config: Config, findings: ConfigFindings) -> None:
         )
     if model.ffn_hidden_size % mp and findings.given("Model.ffn_hidden_size"):
         findings.problem(
-            f"Distributed.mp_degree={mp} does not divide "
-            f"Model.ffn_hidden_size={model.ffn_hidden_size}; choose a multiple of {mp}",
+            [
+                Setting("Distributed.mp_degree", mp),
+                " does not divide ",
+                Setting("Model.ffn_hidden_size", model.ffn_hidden_size),
+                f"; choose a multiple of {mp}",
+            ],
             "Model.ffn_hidden_size",
-            "Distributed.mp_degree",
         )
     length = config.Data.dataset.max_seq_len
     if model.sequence_parallel and length % mp:
         findings.problem(
-            f"Model.sequence_parallel needs Data.dataset.max_seq_len={length} to be a multiple of "
-            f"Distributed.mp_degree={mp}; choose {-(-length // mp) * mp} or turn it off",
+            [
+                Setting("Model.sequence_parallel"),
+                " needs ",
+                Setting("Data.dataset.max_seq_len", length),
+                " to be a multiple of ",
+                Setting("Distributed.mp_degree", mp),
+                f"; choose {-(-length // mp) * mp} or turn it off",
+            ],
             "Data.dataset.max_seq_len",
             "Distributed.mp_degree",
-            "Model.sequence_parallel",
         )
 
 
@@ -235,19 +267,30 @@ def _check_pipeline(config: Config, findings: ConfigFindings) -> None:
         layout.pp_layers = None
         return
     stages = pp * per_rank
-    said = f"Distributed.pp_degree={pp} * virtual_pp_degree={per_rank}"
+    product: list[str | Setting] = [
+        Setting("Distributed.pp_degree", pp),
+        f" * virtual_pp_degree={per_rank} = {stages}",
+    ]
     if not stages_fit(layers, pp, per_rank):
         findings.problem(
-            f"{said} = {stages} stages are more than Model.num_layers={layers}; "
-            f"choose at most {layers} stages",
+            [
+                *product,
+                " stages are more than ",
+                Setting("Model.num_layers", layers),
+                f"; choose at most {layers} stages",
+            ],
             *names,
         )
     elif layout.pp_layers is not None:
         _check_layer_counts(layout.pp_layers, stages, layers, findings)
     elif layers % stages:
         findings.notice(
-            f"{said} = {stages} stages do not divide Model.num_layers={layers}; the stages in the "
-            "middle hold one layer more and the others wait for them",
+            [
+                *product,
+                " stages do not divide ",
+                Setting("Model.num_layers", layers),
+                "; the stages in the middle hold one layer more and the others wait for them",
+            ],
             *names,
         )
     _check_schedule(config, findings)
@@ -259,10 +302,13 @@ def _check_layer_counts(
     if len(per_stage) == stages and sum(per_stage) == layers:
         return
     findings.problem(
-        f"Distributed.pp_layers={per_stage} gives {sum(per_stage)} layers to {len(per_stage)} "
-        f"stages, but there are Model.num_layers={layers} and "
-        f"pp_degree * virtual_pp_degree = {stages} stages; "
-        "list one number for each stage that add up, or leave it empty",
+        [
+            Setting("Distributed.pp_layers", per_stage),
+            f" gives {sum(per_stage)} layers to {len(per_stage)} stages, but there are ",
+            Setting("Model.num_layers", layers),
+            f" and pp_degree * virtual_pp_degree = {stages} stages; list one number for each stage "
+            "that add up, or leave it empty",
+        ],
         "Distributed.pp_layers",
         "Distributed.pp_degree",
         "Distributed.virtual_pp_degree",
@@ -276,8 +322,11 @@ def _check_schedule(config: Config, findings: ConfigFindings) -> None:
     required = stages_per_rank(schedule)
     if required is not None and per_rank != required:
         findings.problem(
-            f"Distributed.virtual_pp_degree={per_rank} does not go with pp_schedule={schedule}, "
-            f"which holds {required} stage{'s' * (required > 1)} per rank; set it to {required}",
+            [
+                Setting("Distributed.virtual_pp_degree", per_rank),
+                f" does not go with pp_schedule={schedule}, which holds {required} "
+                f"stage{'s' * (required > 1)} per rank; set it to {required}",
+            ],
             "Distributed.virtual_pp_degree",
             "Distributed.pp_schedule",
         )
@@ -330,10 +379,13 @@ def _check_growth(config: Config, findings: ConfigFindings) -> None:
     for size in config.pace.batches[:-1]:
         if size % (ranks * sizes.micro_batch_size):
             findings.problem(
-                f"Data.batch_size.rampup={sizes.rampup} has a step of {size} samples, which "
-                f"micro_batch_size={sizes.micro_batch_size} on {ranks} data ranks does not divide; "
-                f"choose a start and an increment that are multiples of "
-                f"{ranks * sizes.micro_batch_size}",
+                [
+                    Setting("Data.batch_size.rampup", sizes.rampup),
+                    f" has a step of {size} samples, which "
+                    f"micro_batch_size={sizes.micro_batch_size} on {ranks} data ranks does not "
+                    "divide; choose a start and an increment that are multiples of "
+                    f"{ranks * sizes.micro_batch_size}",
+                ],
                 *names,
             )
             return
@@ -342,10 +394,13 @@ def _check_growth(config: Config, findings: ConfigFindings) -> None:
             layout.pp_schedule, layout.pp_degree, layout.virtual_pp_degree, micro_batches
         ):
             findings.problem(
-                f"Data.batch_size.rampup={sizes.rampup} has a step of {micro_batches} "
-                f"micro-batches, which pp_schedule={layout.pp_schedule} cannot run with "
-                f"pp_degree={layout.pp_degree}; choose a start and an increment that are multiples "
-                f"of {layout.pp_degree * ranks * sizes.micro_batch_size}",
+                [
+                    Setting("Data.batch_size.rampup", sizes.rampup),
+                    f" has a step of {micro_batches} micro-batches, which "
+                    f"pp_schedule={layout.pp_schedule} cannot run with "
+                    f"pp_degree={layout.pp_degree}; choose a start and an increment that are "
+                    f"multiples of {layout.pp_degree * ranks * sizes.micro_batch_size}",
+                ],
                 *names,
                 "Distributed.pp_schedule",
             )
@@ -357,9 +412,12 @@ def _check_split_schedule(config: Config, findings: ConfigFindings) -> None:
     stage, schedule = layout.sharding.sharding_stage, layout.pp_schedule
     if layout.pp_degree > 1 and not keeps_its_shards(schedule, stage):
         findings.problem(
-            f"Distributed.sharding.sharding_stage={stage} cannot hold with pp_schedule={schedule}, "
-            "which splits the backward pass and keeps weights and gradients whole until its end; "
-            "choose sharding_stage 1, or a schedule such as 1F1B or Interleaved1F1B",
+            [
+                Setting("Distributed.sharding.sharding_stage", stage),
+                f" cannot hold with pp_schedule={schedule}, which splits the backward pass and "
+                "keeps weights and gradients whole until its end; choose sharding_stage 1, or a "
+                "schedule such as 1F1B or Interleaved1F1B",
+            ],
             "Distributed.sharding.sharding_stage",
             "Distributed.pp_schedule",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -332,70 +332,3 @@ def _read_text(path: Path, name: str) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError([f"{name}:{line}: not UTF-8 text; save the file as UTF-8"]) from None
-
-
-# -- findings -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Report:
-    """What is to be said about a configuration, collected over all stages of loading it."""
-
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-    def problem(self, source: str, text: str) -> None:
-        self.problems.append(f"{source}: {text}")
-
-    def notice(self, source: str, text: str) -> None:
-        self.notices.append(f"{source}: {text}")
-
-
-def in_reading_order(lines: list[str]) -> list[str]:
-    """Each line once: those of files by line number, then those of overrides."""
-
-    def position(line: str) -> tuple[bool, str, int]:
-        file, _, rest = line.partition(":")
-        number = rest.partition(":")[0]
-        override = line.startswith("-o ")
-        return override, "" if override else file, int(number) if number.isdecimal() else 0
-
-    return sorted(dict.fromkeys(lines), key=position)
-
-
-@dataclass
-class ConfigFindings:
-    """Says what is wrong or remarkable about values, at the place they were written.
-
-    A check names the keys it looked at. It stays silent when one of them was already reported,
-    or is what a misspelt key was meant to be: it then saw a default, not what the user wrote.
-    """
-
-    tree: Tree
-    file: str
-    report: Report
-    reported: set[str]
-
-    def problem(self, text: str, *paths: str) -> None:
-        if not self._saw_defaults(paths):
-            self.report.problem(self.source(*paths), text)
-
-    def notice(self, text: str, *paths: str) -> None:
-        if not self._saw_defaults(paths):
-            self.report.notice(self.source(*paths), text)
-
-    def given(self, path: str) -> bool:
-        return not self._saw_defaults((path,)) and value_of(self.tree, path) is not None
-
-    def _saw_defaults(self, paths: tuple[str, ...]) -> bool:
-        return any(f"{path}.".startswith(f"{bad}.") for path in paths for bad in self.reported)
-
-    def layer(self, path: str) -> int:
-        entry = find(self.tree, path)
-        return 0 if entry is None else entry.layer
-
-    def source(self, *paths: str) -> str:
-        """Where the first of these keys with a value was written, else the first at all."""
-        entries = [entry for path in paths if (entry := find(self.tree, path)) is not None]
-        valued = [entry for entry in entries if entry.value is not None]
-        return (valued + entries)[0].source if entries else self.file

@@ -9,11 +9,11 @@ writes, else typical figures of the device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.config import Config, load_config
+from fourfold.config import Config, ConfigSource
 from fourfold.config.auto_constraints import LayoutConstraints, read_constraints, without_layout
 from fourfold.engine.monitoring import Prediction
 from fourfold.errors import UserError
@@ -35,22 +35,22 @@ class Choice:
     expected: Prediction
 
 
-def choose(path: Path, overrides: Sequence[str], world: int, cluster: str | None = None) -> Choice:
+def choose(source: ConfigSource, world: int, cluster: str | None = None) -> Choice:
     """Plan for `world` ranks and resolve the configuration for the best layout."""
-    wishes = read_constraints(path, overrides)
-    batch = wishes.global_batch_of(world)
-    free = without_layout(path, overrides, batch)
+    constraints = read_constraints(source)
+    batch = constraints.global_batch_of(world)
+    free = without_layout(source, batch)
     described, origin = describe_cluster(world, cluster, free.Global.device)
-    made = plan(free, described, fixed=wishes.fixed)
+    made = plan(free, described, fixed=constraints.fixed)
     best = made.best
     if best is None:
-        raise UserError(_nothing_fits(made, wishes, world))
-    layout = [*best.overrides(), "Distributed.auto=False"]
-    if not wishes.keeps_pp_layers:
-        layout.append("Distributed.pp_layers=null")
-    chosen = load_config(path, [*overrides, *layout], world)
+        raise UserError(_nothing_fits(made, constraints, world))
+    layout = {**best.settings(), "Distributed.auto": False}
+    if not constraints.keeps_pp_layers:
+        layout["Distributed.pp_layers"] = None
+    chosen = source.with_values(layout).load(world)
     expected = Prediction(best.seconds, best.bytes_, best.band, batch)
-    chosen.notices[:0] = _lines(made, best, wishes, origin)
+    chosen.notices[:0] = _lines(made, best, constraints, origin)
     return Choice(chosen, expected)
 
 
@@ -152,10 +152,10 @@ def _gpus() -> tuple[Device, int]:
     return PRESETS[fitting[0]], len(models)
 
 
-def _nothing_fits(made: Plan, wishes: LayoutConstraints, world: int) -> str:
+def _nothing_fits(made: Plan, constraints: LayoutConstraints, world: int) -> str:
     if made.costs is not None:
         return "\n".join(impossible(made))
-    network, kept = made.subject.network, _kept(wishes)
+    network, kept = made.subject.network, _kept(constraints)
     return (
         f"no layout of {world} process(es) {f'with {kept} ' if kept else ''}is legal: dp * pp * "
         f"sharding * mp must be {world}, with mp a divisor of {network.heads} heads and of "
@@ -165,13 +165,15 @@ def _nothing_fits(made: Plan, wishes: LayoutConstraints, world: int) -> str:
     )
 
 
-def _kept(wishes: LayoutConstraints) -> str:
-    return ", ".join(f"{name}={value}" for name, value in wishes.fixed.items())
+def _kept(constraints: LayoutConstraints) -> str:
+    return ", ".join(f"{name}={value}" for name, value in constraints.fixed.items())
 
 
-def _lines(made: Plan, best: Candidate, wishes: LayoutConstraints, origin: str) -> Iterator[str]:
+def _lines(
+    made: Plan, best: Candidate, constraints: LayoutConstraints, origin: str
+) -> Iterator[str]:
     looked = 0 if made.costs is None else len(made.costs)
-    kept = _kept(wishes)
+    kept = _kept(constraints)
     yield (
         f"auto: {looked:,} legal layouts of {made.cluster.world} process(es)"
         + (f" with {kept} as given" if kept else "")

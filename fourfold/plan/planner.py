@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -111,11 +111,16 @@ class Candidate:
         return ", ".join(parts)
 
     def overrides(self) -> list[str]:
-        """The `-o` assignments that make a configuration run this layout."""
+        """The same as `settings`, as `-o` assignments."""
+        values = self.settings().items()
+        return [f"{path}={'null' if value is None else value}" for path, value in values]
+
+    def settings(self) -> dict[str, Any]:
+        """The keys that make a configuration run this layout."""
         s = self.spread
         local = s.micro_batch * s.micro_batches
         recompute = s.recompute != "none"
-        values = {
+        return {
             "Distributed.dp_degree": s.dp,
             "Distributed.mp_degree": s.mp,
             "Distributed.pp_degree": s.pp,
@@ -128,10 +133,9 @@ class Candidate:
             "Data.batch_size.micro_batch_size": s.micro_batch,
             "Engine.accumulate_steps": s.micro_batches,
             "Model.use_recompute": recompute,
-            "Model.recompute_granularity": s.recompute if recompute else "null",
+            "Model.recompute_granularity": s.recompute if recompute else None,
             "Model.sequence_parallel": bool(s.sequence_parallel),
         }
-        return [f"{name}={value}" for name, value in values.items()]
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,12 @@ def test_all_problems_are_told_at_once_by_their_flags() -> None:
         assert part in rest
 
 
+def test_nothing_is_said_about_a_model_that_was_not_found() -> None:
+    base = GPT2.replace("gpt2-en", "gpt9-en")
+    told = refused("--max_seq_len 2048 --eval_freq -1", base).splitlines()
+    assert len(told) == 2 and "gpt9-en is neither" in told[0] and "--eval_freq -1 is" in told[1]
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [

@@ -34,6 +34,6 @@ def problems(load: Load) -> Problems:
     def problems_of(*args: object, **kwargs: object) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             load(*args, **kwargs)
-        return caught.value.problems
+        return [str(problem) for problem in caught.value.problems]
 
     return problems_of

@@ -92,7 +92,7 @@ def test_malformed_text_names_its_line(
     Path("run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config("run.yaml")
-    (problem,) = caught.value.problems
+    (problem,) = map(str, caught.value.problems)
     assert problem.startswith(f"run.yaml:{line}: ")
     assert words in problem
 

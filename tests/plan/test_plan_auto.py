@@ -17,7 +17,7 @@ from helpers.tiny_run import FIXTURE, TINY
 
 from fourfold.cli import main
 from fourfold.cli.train import TrainRun
-from fourfold.config import Config
+from fourfold.config import Config, read_config
 from fourfold.config.auto_constraints import is_auto_requested
 from fourfold.errors import ConfigError, UserError
 from fourfold.metrics import read_jsonl
@@ -93,7 +93,7 @@ def test_two_processes_get_a_layout_its_reasons_and_its_reckoning(
     before, _, after = log.partition("global step 1,")
     assert "legal layouts of 2 process(es)" in before and "auto: next" in before
     assert "`fourfold doctor --nproc 2` measures this machine" in before
-    chosen = choose(config, [], 2)
+    chosen = choose(read_config(config), 2)
     layout = "dp{} x pp{} x sharding{} x mp{}".format(*degrees(chosen.config))
     assert f"auto: chosen {layout.replace(' x ', ' ')}" in before and f"layout: {layout}" in before
     assert chosen.expected.line() in before
@@ -119,7 +119,7 @@ def test_two_processes_get_a_layout_its_reasons_and_its_reckoning(
     measured, predicted, calibrated = map(float, shown.groups())
     assert predicted == pytest.approx(event["predicted_step_seconds"], rel=1e-3)
     assert abs(calibrated / measured - 1) <= abs(predicted / measured - 1)
-    again = choose(config, [], 2, "after.yaml")
+    again = choose(read_config(config), 2, "after.yaml")
     assert "(--cluster after.yaml)" in again.config.notices[0]
 
 
@@ -161,7 +161,8 @@ def test_the_choice_does_not_depend_on_the_process(tmp_path: Path) -> None:
     config = write_config(tmp_path, Distributed={"auto": True})
     script = (
         "import sys; from pathlib import Path; from fourfold.plan.auto import choose; "
-        "made = choose(Path(sys.argv[1]), [], 8, '2x4xA100-40G'); "
+        "from fourfold.config import read_config; "
+        "made = choose(read_config(Path(sys.argv[1])), 8, '2x4xA100-40G'); "
         "print(made.config.to_yaml(), made.expected, *made.config.notices, sep='\\n')"
     )
     running = [
@@ -206,7 +207,7 @@ def test_the_choice_does_not_depend_on_the_process(tmp_path: Path) -> None:
 def test_what_an_override_sets_is_kept(
     tmp_path: Path, overrides: list[str], expected: dict[str, object]
 ) -> None:
-    chosen = choose(write_config(tmp_path), overrides, 4).config
+    chosen = choose(read_config(write_config(tmp_path), overrides), 4).config
     assert chosen.Data.batch_size.global_batch_size == 8 and not chosen.Distributed.auto
     assert "as given" in chosen.notices[0]
     for path, value in expected.items():
@@ -220,7 +221,7 @@ def test_degrees_of_the_file_are_kept_and_details_of_its_layout_are_not(tmp_path
     written = {"auto": True, "mp_degree": 2, "pp_layers": [2], "sharding": {"sharding_degree": 1}}
     model = TINY["Model"] | {"use_recompute": True, "sequence_parallel": True}
     config = write_config(tmp_path, Distributed=written, Model=model)
-    chosen = choose(config, [], 4).config
+    chosen = choose(read_config(config), 4).config
     assert chosen.Distributed.mp_degree == 2 and "with mp=2 as given" in chosen.notices[0]
     assert chosen.Distributed.pp_layers is None and not chosen.Model.use_recompute
     assert chosen.Data.batch_size.micro_batch_size != 4, "the file's"
@@ -229,20 +230,20 @@ def test_degrees_of_the_file_are_kept_and_details_of_its_layout_are_not(tmp_path
 def test_layers_listed_for_the_files_stages_stay_with_them(tmp_path: Path) -> None:
     written = {"auto": True, "pp_degree": 2, "pp_layers": [2, 1]}
     config = write_config(tmp_path, Distributed=written, Model=TINY["Model"] | {"num_layers": 3})
-    chosen = choose(config, [], 4).config
+    chosen = choose(read_config(config), 4).config
     assert chosen.Distributed.pp_degree == 2 and chosen.Distributed.pp_layers == [2, 1]
 
 
 def test_without_a_global_batch_a_local_one_for_each_data_rank_is_taken(tmp_path: Path) -> None:
     data = TINY["Data"] | {"batch_size": {"local_batch_size": 4}}
     config = write_config(tmp_path, Data=data)
-    assert choose(config, [], 4).config.Data.batch_size.global_batch_size == 16
-    halved = choose(config, ["Distributed.mp_degree=2"], 4).config
+    assert choose(read_config(config), 4).config.Data.batch_size.global_batch_size == 16
+    halved = choose(read_config(config, ["Distributed.mp_degree=2"]), 4).config
     assert halved.Data.batch_size.global_batch_size == 8
 
 
 def test_a_batch_that_grows_is_one_the_layout_can_cut_at_every_size(tmp_path: Path) -> None:
-    chosen = choose(write_config(tmp_path), ["Data.batch_size.rampup=[2,2,16]"], 4)
+    chosen = choose(read_config(write_config(tmp_path), ["Data.batch_size.rampup=[2,2,16]"]), 4)
     sizes = chosen.config.Data.batch_size
     dp, _, sharding, _ = degrees(chosen.config)
     assert dp is not None and 2 % (sizes.micro_batch_size * dp * sharding) == 0
@@ -263,10 +264,10 @@ def test_what_doctor_wrote_in_the_directory_is_used(tmp_path: Path) -> None:
     shared, _ = describe_cluster(8, None, "cpu")
     assert shared.world == 8 and shared.device.peak_tflops_fp32 == pytest.approx(0.05)
     config = write_config(tmp_path)
-    chosen = choose(config, [], 2).config.notices[0]
+    chosen = choose(read_config(config), 2).config.notices[0]
     assert f"on 1x2xbench ({tmp_path / 'cluster.yaml'}, measured on" in chosen
-    faster = choose(config, [], 2, "1x2xA100-40G")
-    assert faster.expected.step_seconds != choose(config, [], 2).expected.step_seconds
+    faster = choose(read_config(config), 2, "1x2xA100-40G")
+    assert faster.expected.step_seconds != choose(read_config(config), 2).expected.step_seconds
 
 
 def test_figures_of_another_machine_are_named(tmp_path: Path) -> None:
@@ -295,7 +296,9 @@ def test_ranks_that_do_not_fill_the_nodes_get_a_layout_of_their_own(
     tmp_path: Path, cluster: str, world: int, nodes: str
 ) -> None:
     config = write_config(tmp_path)
-    chosen = choose(config, ["Data.batch_size.global_batch_size=120"], world, cluster).config
+    chosen = choose(
+        read_config(config, ["Data.batch_size.global_batch_size=120"]), world, cluster
+    ).config
     dp, pp, sharding, mp = degrees(chosen)
     assert (dp or 1) * pp * sharding * mp == world
     assert f"on {nodes}xH100-80G (--cluster {cluster}" in chosen.notices[0]
@@ -354,7 +357,7 @@ def test_contradictions_are_sentences(
 
 def test_three_processes_for_a_batch_of_eight(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no layout of 3 .* change the batch, or start another"):
-        choose(write_config(tmp_path), [], 3)
+        choose(read_config(write_config(tmp_path)), 3)
 
 
 def test_a_layout_yet_to_be_chosen_need_not_fit_together_as_written(tmp_path: Path) -> None:
@@ -366,6 +369,6 @@ def test_a_layout_yet_to_be_chosen_need_not_fit_together_as_written(tmp_path: Pa
 def test_a_file_that_does_not_ask_for_it_keeps_all_of_its_problems(tmp_path: Path) -> None:
     config = write_config(tmp_path, Distributed={"mp_degree": 3})
     wrong = ["Model.num_layer=4"]
-    assert not is_auto_requested(config, wrong)
+    assert not is_auto_requested(read_config(config, wrong))
     with pytest.raises(ConfigError, match=r"(?s)mp_degree=3.*did you mean num_layers"):
         TrainRun(config, wrong, auto=False, cluster=None).resolve(2)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from fourfold.cli import app
 from fourfold.cli.plan import _parse_fix, _parse_tokens
-from fourfold.config import load_config
+from fourfold.config import load_config, read_config
 from fourfold.config.auto_constraints import read_constraints
 from fourfold.errors import ConfigError, UserError
 from fourfold.plan import plan as plan_of
@@ -85,12 +85,12 @@ def test_plan_auto_and_the_run_agree_on_the_batch(
     fixed += ["Model.sequence_parallel=False", "Model.recompute_granularity=full"]
     fix = ["--fix", "v=1,stage=1,sp=false,recompute=full"]
     for file in sorted(CONFIGS.rglob("*.yaml")):
-        needed = max(8, read_constraints(file).fewest_ranks)
+        needed = max(8, read_constraints(read_config(file)).fewest_ranks)
         for world in (needed, 2 * needed):
             cluster = f"{world // 8}x8xB200"
             result = run("plan", "-c", str(file), "--cluster", cluster, *fix, "--json")
             planned = json.loads(result.stdout)
-            chosen = choose(file, fixed, world, cluster).config
+            chosen = choose(read_config(file, fixed), world, cluster).config
             batch = planned["global_batch_size"]
             assert batch == chosen.Data.batch_size.global_batch_size, (file, world)
             try:

@@ -1,0 +1,94 @@
+"""Findings about a configuration: problems and notices, each at the line its value was written on.
+
+All stages of loading report into one `Report`, so that every problem is told at once. What a
+message is about is kept as values (`Setting`), not only as text: whoever knows a key by another
+name, as the flags of another program do, can say it in those words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fourfold.config.yaml_nodes import Tree, find, value_of
+from fourfold.errors import ConfigError, Remark, Setting
+
+Message = str | Sequence[str | Setting]  # a text, or its parts, to be joined as they are
+
+
+@dataclass
+class Report:
+    """What is to be said about a configuration, collected over all stages of loading it."""
+
+    problems: list[Remark] = field(default_factory=list)
+    notices: list[Remark] = field(default_factory=list)
+
+    def problem(self, source: str, message: Message, paths: Iterable[str] = ()) -> None:
+        self.problems.append(_remark(source, message, paths))
+
+    def notice(self, source: str, message: Message, paths: Iterable[str] = ()) -> None:
+        self.notices.append(_remark(source, message, paths))
+
+    def raise_problems(self) -> None:
+        if self.problems:
+            raise ConfigError(in_reading_order(self.problems))
+
+
+def _remark(source: str, message: Message, paths: Iterable[str]) -> Remark:
+    parts = (message,) if isinstance(message, str) else tuple(message)
+    named = [part.path for part in parts if isinstance(part, Setting)]
+    return Remark(parts, source, tuple(dict.fromkeys([*paths, *named])))
+
+
+def in_reading_order(remarks: list[Remark]) -> list[Remark]:
+    """Each remark once: those of files by line number, then those of overrides."""
+
+    def position(remark: Remark) -> tuple[bool, str, int]:
+        if remark.source.startswith("-o "):
+            return True, "", 0
+        file, _, line = remark.source.rpartition(":")
+        return (False, file, int(line)) if line.isdecimal() else (False, remark.source, 0)
+
+    return sorted({str(remark): remark for remark in remarks}.values(), key=position)
+
+
+@dataclass
+class ConfigFindings:
+    """Says what is wrong or remarkable about values, at the place they were written.
+
+    A check names the keys it looked at: those that its message shows, and `paths` before them. It
+    stays silent when one of them was already reported, or is what a misspelt key was meant to be:
+    it then saw a default, not what the user wrote.
+    """
+
+    tree: Tree
+    file: str
+    report: Report
+    reported: set[str]
+
+    def problem(self, message: Message, *paths: str) -> None:
+        self._add(self.report.problems, message, paths)
+
+    def notice(self, message: Message, *paths: str) -> None:
+        self._add(self.report.notices, message, paths)
+
+    def _add(self, remarks: list[Remark], message: Message, paths: tuple[str, ...]) -> None:
+        remark = _remark("", message, paths)
+        if not self._saw_defaults(remark.paths):
+            remarks.append(replace(remark, source=self.source(*remark.paths)))
+
+    def given(self, path: str) -> bool:
+        return not self._saw_defaults((path,)) and value_of(self.tree, path) is not None
+
+    def _saw_defaults(self, paths: tuple[str, ...]) -> bool:
+        return any(f"{path}.".startswith(f"{bad}.") for path in paths for bad in self.reported)
+
+    def layer(self, path: str) -> int:
+        entry = find(self.tree, path)
+        return 0 if entry is None else entry.layer
+
+    def source(self, *paths: str) -> str:
+        """Where the first of these keys with a value was written, else the first at all."""
+        entries = [entry for path in paths if (entry := find(self.tree, path)) is not None]
+        valued = [entry for entry in entries if entry.value is not None]
+        return (valued + entries)[0].source if entries else self.file
