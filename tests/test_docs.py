@@ -204,8 +204,9 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code() -> None:
 
 
 def plain_text(file: Path) -> str:
-    """Source with strings that are continued on the next line joined."""
-    return re.sub(r'"\s*\n\s*f?"', "", file.read_text())
+    """Source with strings that are continued on the next line joined, and keys between them."""
+    text = re.sub(r'"\s*\n\s*f?"', "", file.read_text())
+    return re.sub(r'",\s*Setting\("([\w.]+)".*\),\s*f?"', r"\1=", text)
 
 
 @pytest.mark.parametrize("name", ["docs/tour.md", "docs/design.md", "CONTRIBUTING.md"])
