@@ -40,7 +40,6 @@ KEYS = {
     "device": "Global.device",
     "seed": "Global.seed",
     "max_steps": "Engine.max_steps",
-    "num_train_epochs": "Engine.num_train_epochs",
     "logging_freq": "Engine.logging_freq",
     "eval_freq": "Engine.eval_freq",
     "eval_iters": "Engine.eval_iters",

@@ -81,6 +81,19 @@ WITHOUT_EFFECT: dict[str, str] = {
     "Compress.pretrained": "there is no compression; weights come from Engine.save_load.ckpt_dir",
 }
 
+# Keys of the originals' files that say nothing as they are written there; another value is told.
+USUAL: dict[str, tuple[Any, str]] = {
+    "Engine.num_train_epochs": (
+        1,
+        "Engine.max_steps ends the run, and the data repeats, reshuffled, as often as that needs",
+    ),
+    "Model.type_vocab_size": (16, "a GPT has no token types"),
+    "Model.fuse_attn_qkv": (
+        True,
+        "query, key and value are one projection, stored head by head",
+    ),
+}
+
 # Choices the originals offer by name, with the names that mean what is done here.
 ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "Engine.run_mode": (("step",), "set Engine.max_steps instead of counting epochs"),
@@ -144,6 +157,10 @@ def translate(tree: Tree, report: Report) -> None:
         entry = take(tree, path)
         if entry is not None and entry.value not in (None, [], {}):
             report.notice(entry.source, f"{path} has no effect here: {reason}")
+    for path, (usual, reason) in USUAL.items():
+        entry = take(tree, path)
+        if entry is not None and entry.value not in (None, usual):
+            report.notice(entry.source, f"{path}={_shown(entry)} has no effect: {reason}")
     _flatten_grad_clip(tree, report)
     for path, name in RENAMED.items():
         _rename(tree, path, name, report)
@@ -165,7 +182,7 @@ def _unfold_old_layout(tree: Tree, report: Report) -> None:
         return
     report.notice(root.source, "PreTraining is the 2022 layout; its keys go to today's sections")
     paths: dict[str, str] = {}
-    for path, _ in leaves(Config):
+    for path in [*(path for path, _ in leaves(Config)), *USUAL]:
         paths.setdefault(path.rsplit(".", 1)[-1], path)
     for path, entry in walk(root.value):
         name = path.rsplit(".", 1)[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
+from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, USUAL, WITHOUT_EFFECT
 from fourfold.config.fields import Section, allowed_text, format_value, section_type
 from fourfold.config.schema import Config
 
@@ -149,6 +149,7 @@ def _spellings_table() -> str:
         for path, (names, remedy) in ONLY.items()
     ]
     rows += [(f"`{path}`", f"no effect: {reason}") for path, reason in WITHOUT_EFFECT.items()]
+    rows += [(f"`{path}`", f"no effect: {reason}") for path, (_, reason) in USUAL.items()]
     rows += [
         (f"`{path}`", f"an error when enabled: {remedy}")
         for path, (_, remedy) in NOT_OFFERED.items()

@@ -199,12 +199,6 @@ def _resolve_engine(config: Config, findings: ConfigFindings) -> None:
     if engine.train_samples is not None:
         _resolve_length(config, findings)
     engine.save_load.save_steps = max(0, engine.save_load.save_steps)
-    if engine.num_train_epochs != 1:
-        findings.notice(
-            f"Engine.num_train_epochs={engine.num_train_epochs} has no effect: "
-            f"Engine.max_steps={engine.max_steps} ends the run",
-            "Engine.num_train_epochs",
-        )
 
 
 def _resolve_length(config: Config, findings: ConfigFindings) -> None:

@@ -41,18 +41,6 @@ def _check_model(config: Config, findings: ConfigFindings) -> None:
             "Model.ffn_hidden_size",
             "Model.hidden_size",
         )
-    if not model.fuse_attn_qkv:
-        findings.notice(
-            "Model.fuse_attn_qkv=False has no effect: query, key and value are one projection, "
-            "stored head by head",
-            "Model.fuse_attn_qkv",
-        )
-    if model.type_vocab_size != type(model).model_fields["type_vocab_size"].default:
-        findings.notice(
-            f"Model.type_vocab_size={model.type_vocab_size} has no effect: a GPT has no "
-            "token types",
-            "Model.type_vocab_size",
-        )
     eos = config.Data.dataset.eos_token_id
     if eos is not None and eos >= model.vocab_size:
         findings.problem(

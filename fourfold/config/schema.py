@@ -134,11 +134,6 @@ class EngineSection(Section):
         "Stop when the next step would read more than this many samples; sizes the run by samples, "
         "as Megatron does.",
     )
-    num_train_epochs: Count = key(
-        1,
-        "Kept for the originals' files and without effect: max_steps ends the run, and the data "
-        "repeats, reshuffled, as often as that needs.",
-    )
     accumulate_steps: Count = derived(
         "Micro-batches per optimizer step on each data rank. Always local_batch_size / "
         "micro_batch_size; a different value given here is replaced."
@@ -329,9 +324,6 @@ class ModelSection(Section):
     max_position_embeddings: Count = key(
         1024, "Learned positions: the longest sequence the model can read; at least max_seq_len."
     )
-    type_vocab_size: Count = key(
-        16, "Kept for the originals' files and without effect: a GPT has no token types."
-    )
     initializer_range: NotNegative = key(
         0.02, "Standard deviation of the normal distribution of initial weights and embeddings."
     )
@@ -352,11 +344,6 @@ class ModelSection(Section):
     )
     fused_linear: bool = key(
         True, "Compute each matrix product and its bias addition in one operation. Same numbers."
-    )
-    fuse_attn_qkv: bool = key(
-        True,
-        "One projection for query, key and value, stored head by head. This is always so; False "
-        "is accepted and changes nothing.",
     )
     sequence_parallel: bool = key(
         False,

@@ -22,12 +22,9 @@ from fourfold.config.fields import Section, leaves, section_type
 # Keys that nothing outside of the configuration reads: a value other than the default.
 INSIDE = {
     "Engine.train_samples": "24",
-    "Engine.num_train_epochs": "2",
     "Engine.mix_precision.use_pure_fp16": "True",
     "Data.batch_size.local_batch_size": "8",
     "Data.batch_size.rampup": "[4, 4, 16]",
-    "Model.type_vocab_size": "3",
-    "Model.fuse_attn_qkv": "False",
 }
 
 

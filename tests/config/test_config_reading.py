@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fourfold.config import Config, load_config
-from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, WITHOUT_EFFECT
+from fourfold.config.compat_keys import NOT_OFFERED, ONLY, RENAMED, USUAL, WITHOUT_EFFECT
 from fourfold.config.fields import leaves
 from fourfold.config.yaml_nodes import parse_scalar
 from fourfold.errors import ConfigError
@@ -201,7 +201,7 @@ KEY_NAMES = (
 KEYS = st.sampled_from(KEY_NAMES.split())
 PATHS = st.sampled_from(
     [path for path, _ in leaves(Config)]
-    + [*RENAMED, *WITHOUT_EFFECT, *ONLY, *NOT_OFFERED, "Engine.mix_precision.enable"]
+    + [*RENAMED, *WITHOUT_EFFECT, *USUAL, *ONLY, *NOT_OFFERED, "Engine.mix_precision.enable"]
 )
 VALUES = st.one_of(
     st.none(),

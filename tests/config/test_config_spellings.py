@@ -204,3 +204,10 @@ def test_precision_switch(enable: str, dtype: str, resolved: str, load: Load) ->
 def test_what_cannot_be_honoured_is_refused(text: str, problem: str, problems: Problems) -> None:
     (line,) = problems(text)
     assert line.startswith(f"run.yaml:1: {problem}")
+
+
+def test_keys_that_say_nothing_are_taken_in_every_layout(load: Load) -> None:
+    usual = load("Engine: {num_train_epochs: 1}\nModel: {type_vocab_size: 16, fuse_attn_qkv: True}")
+    assert not [notice for notice in usual.notices if "no effect" in notice]
+    old = load("PreTraining: {num_train_epochs: 2}").notices
+    assert any("Engine.num_train_epochs=2 has no effect: Engine.max_steps" in line for line in old)
