@@ -15,9 +15,9 @@ World = Annotated[
 
 
 def layout(config: ConfigFile, override: Overrides = None, world: World = None) -> None:
-    """Build every rank of the configured layout on the meta device and list what it holds."""
+    """List what every rank of the configured layout holds, without starting any of them."""
     from fourfold.config import load_config
-    from fourfold.engine.banner import fake_rank_memory
+    from fourfold.cost.rank_memory import rank_memory
     from fourfold.model import ModelShape, count_parameters
     from fourfold.parallel import layout_of
 
@@ -25,7 +25,7 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
     for notice in resolved.notices:
         typer.echo(notice, err=True)
     shape, chosen = layout_of(resolved), ModelShape.of(resolved.Model)
-    shares = fake_rank_memory(resolved)
+    shares = rank_memory(resolved)
     typer.echo(f"layout {shape}: {shape.world_size} process(es)")
     header = ("rank", "dp", "pp", "sharding", "mp", "layers", "parameters", "state", "activations")
     rows: list[tuple[str, ...]] = [header]

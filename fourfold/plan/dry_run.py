@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters
+from fourfold.cost.rank_memory import RankMemory, memory_of_rank
 from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of
-from fourfold.engine.banner import RankMemory, own_memory
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
@@ -58,8 +58,9 @@ class Holding:
 @dataclass(frozen=True)
 class DryRun:
     layout: Layout
-    share: RankMemory
+    share: RankMemory  # by formula
     parameters: int  # of this rank's stages and its slice of them, before sharding divides them
+    kept: int  # of these, what sharding leaves it
     holding: Holding
     micro_batches: int
     per_micro_batch: Traffic
@@ -107,8 +108,9 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         schedule = runner.pipeline.schedule_of(micro_batches)
         timeline = timeline_of(schedule, mesh.coordinates["pp"])
     parameters = sum(parameter.numel() for parameter in runner.parameters.values())
-    share = own_memory(config, runner)
-    return DryRun(mesh.layout, share, parameters, holding, micro_batches, each, end, timeline)
+    kept = sum(shard.local.numel() for shard in runner.shards.values())
+    share = memory_of_rank(config, mesh.rank)
+    return DryRun(mesh.layout, share, parameters, kept, holding, micro_batches, each, end, timeline)
 
 
 def _count(config: Config, runner: Runner, micro_batches: int) -> Traffic:
@@ -176,7 +178,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     planned = stage_parameters(subject.network, spread, place["pp"], place["mp"])
     yield (
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "
-        f"({planned:,.0f} planned), of which this rank keeps {share.parameters:,}"
+        f"({planned:,.0f} planned), of which this rank keeps {ran.kept:,}"
     )
     yield (
         f"holds at the update: weights {in_bytes(held.weights)}, master weights "

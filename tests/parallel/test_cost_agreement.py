@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.layout_table import CASES, SCHEDULES, Case
+from helpers.rank_tensors import counted_ranks
 from helpers.traces import Workshop
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -18,8 +19,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from fourfold.cost.memory import memory_of, micro_batches_in_flight, stage_parameters
+from fourfold.cost.rank_memory import rank_memory
 from fourfold.cost.workload import Spread, spread_of
-from fourfold.engine.banner import fake_rank_memory
 from fourfold.model import ModelShape, count_parameters
 from fourfold.plan.cluster import parse_cluster
 from fourfold.plan.coefficients import load_coefficients
@@ -105,7 +106,8 @@ CLUSTER = "1x8xA100-80G"
 )
 def test_every_command_names_the_same_price(case: Case, workshop: Workshop) -> None:
     config = workshop.config(case.world, "priced", [*case.overrides(), "Global.device=cpu"])
-    shares = fake_rank_memory(config)  # `fourfold layout`, and the banner of a run
+    shares = rank_memory(config)  # `fourfold layout`, and the banner of a run
+    assert shares == counted_ranks(config)
     assert sum(share.counted for share in shares) == count_parameters(ModelShape.of(config.Model))
     subject, spread = subject_of(config, on_cpu=True), spread_of(config)
     planned = candidate_of(subject, spread, parse_cluster(CLUSTER), load_coefficients())
@@ -118,5 +120,4 @@ def test_every_command_names_the_same_price(case: Case, workshop: Workshop) -> N
         if place["pp"] == planned.fullest_stage:
             assert float(planned.memory.total) == float(price.total)
         assert ran.parameters == int(stage_parameters(network, spread, place["pp"], place["mp"]))
-        assert (ran.share.parameters, ran.share.counted) == (share.parameters, share.counted)
-        assert ran.share.state_bytes == share.state_bytes
+        assert (ran.share.state_bytes, ran.kept) == (share.state_bytes, share.parameters)

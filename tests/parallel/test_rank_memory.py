@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.layout_runs import Runs, notices
 from helpers.layout_table import Case
+from helpers.rank_tensors import counted_rank, counted_ranks
 from helpers.ranks import on_ranks
 from helpers.traces import Workshop, whole
 from typer.testing import CliRunner
 
 from fourfold.cli import app
+from fourfold.cost.rank_memory import RankMemory, rank_memory
 from fourfold.engine import Engine
-from fourfold.engine.banner import RankMemory, fake_rank_memory, rank_memory
 from fourfold.model import ModelShape, count_parameters
 from fourfold.shards import local
 
@@ -70,6 +71,7 @@ LAYOUTS = {
     "dp2 sh2 stage3": (ODD_VOCABULARY,),
     "pp2 zbv mp2 sp": ("Model.num_layers=5",),
     "sh2 stage2": ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2"),
+    "mp2": ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2"),
     "pp2 sh2": ("Model.use_recompute=True",),
     "dp2": ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O1"),
 }
@@ -83,20 +85,19 @@ QUICK = ("pp2 mp2", "dp2 sh2 stage3")
 def test_ranks_that_run_hold_what_was_foretold(layout: str, runs: Runs) -> None:
     case, settings = Case(layout), LAYOUTS[layout]
 
-    def work(engine: Engine) -> tuple[list[RankMemory], int, int]:
-        """All shares as this rank learns them, and what it really holds and saves."""
-        shares = rank_memory(engine.config, engine.runner)
+    def work(engine: Engine) -> tuple[RankMemory, int, int]:
+        """What the tensors of this rank add up to, its parameters and its moments."""
+        held = counted_rank(engine.config, engine.runner)
         own = sum(local(p.data).numel() for p in engine.runner.masters.values())
         moments = sum(m.numel() * 4 for m in engine.optimizer.named_moments().values())
         engine.data.close()
         engine.mesh.close()
-        return shares, own, moments
+        return held, own, moments
 
     told = runs.on_ranks(layout, "run", work, *settings)
     config = runs.config(layout, "foretold", *settings)
-    foretold = on_ranks(1, lambda _: fake_rank_memory(config))[0]
-    for shares, _, _ in told:
-        assert shares == foretold
+    foretold = rank_memory(config)
+    assert [held for held, _, _ in told] == foretold
     for share, (_, parameters, moment_bytes) in zip(foretold, told, strict=True):
         assert (share.parameters, share.moment_bytes) == (parameters, moment_bytes)
     assert len(foretold) == case.world
@@ -115,7 +116,7 @@ def test_a_run_tells_the_shares_of_its_ranks_before_the_first_step(runs: Runs) -
 def test_ranks_that_were_only_thought_of_leave_nothing_behind(tmp_path: Path) -> None:
     """A process that has been every rank in turn can still become one of them."""
     case, workshop = Case("pp2 sh2 mp2"), Workshop(tmp_path)
-    fake_rank_memory(workshop.config(case.world, "fake", case.overrides()))
+    counted_ranks(workshop.config(case.world, "fake", case.overrides()))
     traces = workshop.trace(case)  # saved on the way, which needs every element exactly once
     assert set(whole(trace.initial for trace in traces)) == set(
         whole([workshop.reference(case)[0].initial])

@@ -14,14 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.layout_table import Case
+from helpers.rank_tensors import counted_ranks
 from helpers.traces import SAVED_STEP, Workshop, deviation, relative, whole
 from torch import Tensor, nn
 
 from fourfold import checkpoint, model
 from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters
+from fourfold.cost.rank_memory import rank_memory
 from fourfold.cost.workload import spread_of
-from fourfold.engine.banner import fake_rank_memory
 from fourfold.model import GPT, ModelShape, ParamTable, count_parameters
 from fourfold.model.gpt import CoreAttention, LayerNorm, Linear
 from fourfold.model.params import Param, linear_rows, norm_rows
@@ -178,7 +179,9 @@ def test_is_counted_and_priced(layout: str, workshop: Workshop) -> None:
     shape = shape_of(config)
     with torch.device("meta"):
         assert count_parameters(shape) == sum(p.numel() for p in SecondNetwork(shape).parameters())
-    assert sum(share.counted for share in fake_rank_memory(config)) == count_parameters(shape)
+    ranks = rank_memory(config)
+    assert ranks == counted_ranks(config)
+    assert sum(rank.counted for rank in ranks) == count_parameters(shape)
     subject, spread = subject_of(config), spread_of(config)
     assert subject.parameters == count_parameters(shape)
     for rank in range(case.world):

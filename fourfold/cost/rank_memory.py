@@ -1,0 +1,143 @@
+"""Memory of every rank of a run's layout: parameters exactly, state and activations in bytes.
+
+What the banner of a run and `fourfold layout` print. Counted from the network's table of
+parameters by the rules by which ranks are built: stages by layer, slices by model parallelism, rows
+by sharding. No rank has to be there for it; tests compare it with the tensors of ranks that are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fourfold.config import Config
+from fourfold.cost.memory import memory_of
+from fourfold.cost.workload import Network, software_of, spread_of
+from fourfold.mesh import Layout, is_cpu
+from fourfold.model import ModelShape, table_of
+from fourfold.model.params import Param, ParamTable, split_range
+from fourfold.parallel import layout_of
+from fourfold.parallel.precision import Precision
+from fourfold.parallel.stages import count_stages, stages_here
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's; the bytes are those of a step under way, before anything is freed."""
+
+    rank: int
+    first_layer: int
+    layers: int
+    parameters: int  # that it holds
+    counted: int  # of these, those no other rank counts: they add up to the model's
+    weight_bytes: int
+    master_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    activation_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.weight_bytes + self.master_bytes + self.gradient_bytes + self.moment_bytes
+
+
+def rank_memory(config: Config) -> list[RankMemory]:
+    """Of all ranks of the configured layout, in their order."""
+    return [memory_of_rank(config, rank) for rank in range(layout_of(config).world_size)]
+
+
+def memory_of_rank(config: Config, rank: int) -> RankMemory:
+    layout = layout_of(config)
+    place = layout.coordinates(rank)
+    numbers = [number for own in stages_here(config, place["pp"]).values() for number in own]
+    table = table_of(ModelShape.of(config.Model))
+    layer = [_Part.of(config, row, place) for row in table.layer()]
+    parts = len(numbers) * layer + list(_ends(config, table, place))
+    kept = sum(part.kept for part in parts)
+    weights, gradients = _weights_and_gradients(layout, parts, layer)
+    has_masters = [part for part in parts if layout.sharding > 1 or part.itemsize < FP32_BYTES]
+    return RankMemory(
+        rank=rank,
+        first_layer=min(numbers),
+        layers=len(numbers),
+        parameters=kept,
+        counted=sum(part.kept for part in parts if part.is_counted),
+        weight_bytes=weights,
+        master_bytes=FP32_BYTES * sum(part.kept for part in has_masters),
+        gradient_bytes=gradients,
+        moment_bytes=2 * FP32_BYTES * kept,
+        activation_bytes=int(_activation_bytes(config, place["pp"])),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One rank's part of a parameter."""
+
+    numel: int  # of the slice that model parallelism leaves it, which a step computes with
+    kept: int  # of the rows of that slice that sharding leaves it
+    itemsize: int  # of a number as it is computed with
+    is_counted: bool  # here, and not on another rank with the same
+
+    @classmethod
+    def of(
+        cls, config: Config, row: Param, place: dict[str, int], *, is_copy: bool = False
+    ) -> _Part:
+        layout, mixed = layout_of(config), config.Engine.mix_precision
+        precision = Precision(mixed.dtype, mixed.level)
+        shape, alone = list(row.shape), place["dp"] == 0 and not is_copy
+        if row.split_dim is not None:
+            start, stop = split_range(shape[row.split_dim], place["mp"], layout.mp)
+            shape[row.split_dim] = stop - start
+        elif place["mp"] > 0:
+            alone = False
+        # Sharding cuts rows as torch.chunk does: the last ranks may have fewer, or none.
+        rows, chunk = shape[0], -(-shape[0] // layout.sharding)
+        own_rows = min(max(rows - place["sharding"] * chunk, 0), chunk)
+        row_numel = math.prod(shape[1:])
+        itemsize = precision.weight_dtype(table_of(ModelShape.of(config.Model)), row.name).itemsize
+        return cls(rows * row_numel, own_rows * row_numel, itemsize, alone)
+
+
+def _ends(config: Config, table: ParamTable, place: dict[str, int]) -> Iterator[_Part]:
+    """Embeddings, last norm and head, where this pipeline rank has an end of the network."""
+    stages, last = stages_here(config, place["pp"]), count_stages(config) - 1
+    if 0 in stages:
+        yield from (_Part.of(config, row, place) for row in table.at("first"))
+    if last in stages:
+        for row in table.at("last"):
+            # In one stage alone the head is the embedding itself.
+            if not row.tied_to_head:
+                yield _Part.of(config, row, place)
+            elif last > 0:
+                yield _Part.of(config, row, place, is_copy=True)
+
+
+def _weights_and_gradients(
+    layout: Layout, parts: list[_Part], layer: list[_Part]
+) -> tuple[int, int]:
+    """Bytes in the middle of a step; sharded weights are gathered, all or a layer at a time."""
+    gathered, widest = _compute_bytes(parts), _compute_bytes(layer)
+    kept = FP32_BYTES * sum(part.kept for part in parts)
+    if layout.sharding == 1:
+        return gathered, kept
+    if layout.stage == 3:
+        # One layer at work and the next on its way, weights and gradients of each.
+        return min(gathered, 2 * widest), kept + min(gathered, widest)
+    whole = FP32_BYTES * sum(part.numel for part in parts)
+    return gathered, kept + (whole if layout.stage == 1 else widest)
+
+
+def _compute_bytes(parts: list[_Part]) -> int:
+    return sum(part.numel * part.itemsize for part in parts)
+
+
+def _activation_bytes(config: Config, pp_rank: int) -> float:
+    """What the forward pass keeps, and the logits: the price that `fourfold plan` names too."""
+    network = Network.of(ModelShape.of(config.Model), config.Data.dataset.max_seq_len)
+    software = software_of(config, on_cpu=is_cpu(config.Global.device))
+    price = memory_of(network, spread_of(config), software, pp_rank)
+    return float(price["activations"] + price["logits"])
