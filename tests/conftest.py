@@ -6,8 +6,12 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Here and not in every child that a test forks: what a run imports when it first needs it.
 import pytest
+import sympy  # noqa: F401
 import torch
+import torch.fx.experimental.symbolic_shapes
+import torch.profiler
 
 from fourfold.mesh import spare_missing_matrix_units
 from fourfold.model import GPT, ModelShape, initialize

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.model.loss import Vocabulary, compute_dtype, head_cross_entropy
 from fourfold.model.params import ModelShape, ParamTable, gpt_parameters
-from fourfold.model.seeds import mix_seed
+from fourfold.model.seeds import seed_dropout
 
 # Queries, keys and values (B, H, T, K) of new tokens -> what they attend to (B, H, T, K).
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -285,7 +285,7 @@ class GPT(nn.Module):
             if position_ids is None:
                 position_ids = torch.arange(inputs.shape[1], device=inputs.device)
             if reseed:
-                torch.manual_seed(mix_seed(seed, "embeddings"))
+                seed_dropout(inputs.device, seed, "embeddings")
             x = self.embeddings(inputs, position_ids)
         mask = (
             None
@@ -294,6 +294,6 @@ class GPT(nn.Module):
         )
         for number, layer in self.layers.items():
             if reseed:
-                torch.manual_seed(mix_seed(seed, number))
+                seed_dropout(x.device, seed, number)
             x = layer(x, mask) if attends is None else layer(x, mask, attends[number])
         return x

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from fourfold.model.gpt import GPT, CoreAttention, Head
 from fourfold.model.loss import Vocabulary
 from fourfold.model.params import split_range
-from fourfold.model.seeds import mix_seed
+from fourfold.model.seeds import seed_dropout
 from fourfold.waiting import communicating
 
 
@@ -167,7 +167,7 @@ class ParallelHeads(_Style):
             shared = int(torch.randint(2**62, ()))
             devices = [q.device] if q.device.type != "cpu" else []
             with torch.random.fork_rng(devices, device_type=q.device.type):
-                torch.manual_seed(mix_seed(shared, rank))
+                seed_dropout(q.device, shared, rank)
                 return whole_forward(q, k, v, mask)
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]

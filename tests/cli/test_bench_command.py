@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.forked import fourfold
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
 
@@ -59,14 +58,8 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def bench(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fourfold", "bench", "-c", str(file), *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"TMPDIR": str(file.parent / "temporary")},
-        cwd=file.parent,
-    )
+    environment = {"TMPDIR": str(file.parent / "temporary")}
+    return fourfold("bench", "-c", file, *words, cwd=file.parent, environment=environment)
 
 
 def left_behind(file: Path) -> set[str]:

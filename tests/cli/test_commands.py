@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.forked import fourfold
 
 from fourfold import __version__
 from fourfold.cli import main
@@ -21,16 +22,9 @@ CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt"
 PARALLEL = CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml"
 
 
-def fourfold(
-    *words: str, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fourfold", *words]
-    given = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=given)
-
-
 def test_help_lists_the_verbs_without_importing_torch() -> None:
-    result = fourfold("--help")
+    command = [sys.executable, "-m", "fourfold", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0
     assert all(verb in result.stdout for verb in ("train", "generate", "quickstart", "config"))
     code = (
@@ -47,7 +41,8 @@ def test_version_names_what_a_report_needs() -> None:
 
 
 def test_shells_can_complete_verbs_and_options() -> None:
-    shown = fourfold("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    plain = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = fourfold("--show-completion", "bash", environment=plain)
     assert "complete -o default -F" in shown.stdout
     for words, place, expected in (
         ("fourfold pl", "1", "plan"),

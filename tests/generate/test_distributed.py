@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.forked import fourfold
 from helpers.ranks import on_ranks
 from helpers.tiny_text_run import TextRun, make_run
 
@@ -181,12 +180,7 @@ def test_data_parallel_ranks_are_refused(run: TextRun) -> None:
 
 def test_the_command_starts_the_ranks(run: TextRun) -> None:
     degrees = [word for text in LAYOUTS["mp2"][1] for word in ("-o", text)]
-    command = ["-m", "fourfold", "generate", "-c", str(run.config), "--prompt", "the cat"]
-    alone, spread = (
-        subprocess.run(
-            [sys.executable, *command, *more], capture_output=True, text=True, check=True
-        )
-        for more in ([], ["--nproc", "2", *degrees])
-    )
+    command = ["generate", "-c", run.config, "--prompt", "the cat"]
+    alone, spread = (fourfold(*command, *more) for more in ([], ["--nproc", "2", *degrees]))
     assert alone.stdout.startswith("Prompt: the cat\nGeneration: the cat")
     assert spread.stdout == alone.stdout

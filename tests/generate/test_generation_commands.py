@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.forked import fourfold
 from helpers.tiny_text_run import TextRun, make_run, sentences
 from typer.testing import CliRunner
 
@@ -51,9 +52,7 @@ def test_generate_returns_prompt_and_continuation(run: TextRun) -> None:
 
 def test_the_command_prints_what_the_document_shows(run: TextRun) -> None:
     expected = GenerationModule(run.load(), lambda _: None).generate("the cat")[0]
-    result = subprocess.run(
-        command(run, "--prompt", "the cat"), capture_output=True, text=True, timeout=300
-    )
+    result = fourfold("generate", "-c", run.config, "--prompt", "the cat")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"Prompt: the cat\nGeneration: {expected}\n"
     default = generated(run)

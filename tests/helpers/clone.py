@@ -11,24 +11,20 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from fourfold import cli
 from helpers.commands import ROOT, look_over
+from helpers.forked import SECONDS, fourfold
 
 # Words that bash must read for us.
 SHELL_SYNTAX = re.compile(r"[|<>&;$*`~(]|^\w+=")
-SECONDS = 300
 # The configurations that pages train with; the others they plan with, as they are.
 TRAINED = ("quickstart.yaml", "configs_345m_single_card.yaml", "configs_1.3B_dp8.yaml")
 
@@ -72,7 +68,8 @@ class Clone:
             self.steps += STEPS
             words += f"{SHORT}{self.steps}".split()
         if words[:1] == ["fourfold"] and not SHELL_SYNTAX.search(command):
-            code, output = self._fork(words[1:])
+            done = fourfold(*words[1:], cwd=self.place, environment=self.variables)
+            code, output = done.returncode, done.stdout + done.stderr
         else:
             code, output = self._bash(command)
         assert code == 0, f"{command}\nexit code {code}\n{output[-6000:]}"
@@ -94,40 +91,6 @@ class Clone:
             timeout=SECONDS,
         )
         return result.returncode, result.stdout
-
-    def _fork(self, words: list[str]) -> tuple[int, str]:
-        """`fourfold words`, without importing torch once more."""
-        output = self.root / ".output"
-        child = os.fork()
-        if child == 0:
-            code: Any = 1
-            try:
-                signal.alarm(SECONDS)
-                os.chdir(self.place)
-                os.environ.update(self.variables)
-                _redirect(output)
-                cli.main(words)
-            except SystemExit as end:
-                code = end.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status), output.read_text(errors="replace")
-
-
-def _redirect(output: Path) -> None:
-    """Standard input is empty; output and errors go to a file, past whatever captures them here."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def cloned(directory: Path) -> Clone:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.forked import fourfold
 
 from fourfold.errors import UserError
 from fourfold.launch.launchers import Nodes, torchrun_command
@@ -62,13 +62,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def train(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fourfold", "train", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | variables,
-    )
+    return fourfold("train", *words, environment=variables)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.forked import fourfold
 from helpers.tiny_run import FIXTURE, TINY
 
 from fourfold.cli import main
@@ -63,8 +64,7 @@ def write_config(directory: Path, **sections: Any) -> Path:
 
 def train(*words: str | Path) -> str:
     """`fourfold train` as a user starts it; what it printed."""
-    command = [sys.executable, "-m", "fourfold", "train", *map(str, words)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = fourfold("train", *words)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
