@@ -156,7 +156,7 @@ def parse_scalar(text: str) -> Any:
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     if _INTEGER.fullmatch(text):
-        return int(text)
+        return int(text.replace("_", ""))  # YAML lets them stand anywhere, Python does not
     if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
         return float(text)
     if _NOT_FINITE.fullmatch(text):
