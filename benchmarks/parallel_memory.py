@@ -180,7 +180,7 @@ def run_step(engine: Engine, step: int) -> None:
     engine.step = step + 1
     batch = engine.data.loaders["train"].batch(step)
     with StopRequest(engine.output_dir) as stop:
-        engine._train_step(batch, Meter(pace=BatchSchedule(1), seq_len=1), Sinks(), stop)
+        engine._train_step(batch, Meter(batch_schedule=BatchSchedule(1), seq_len=1), Sinks(), stop)
 
 
 def sizes_of(engine: Engine) -> Sizes:

@@ -24,8 +24,8 @@ from fourfold.shards import local
 class Schedule:
     """Linear warm-up to `max_lr`, then down to `min_lr` at `decay`, constant after.
 
-    `warmup` and `decay` are steps, as FleetX counts them; with a pace they are samples, as
-    Megatron does, and a step's rate follows the samples read before it.
+    `warmup` and `decay` are steps, as FleetX counts them; with a batch schedule they are samples,
+    as Megatron does, and a step's rate follows the samples read before it.
     """
 
     max_lr: float
@@ -33,11 +33,11 @@ class Schedule:
     warmup: float
     decay: float
     style: Literal["cosine", "linear", "constant"] = "cosine"
-    pace: BatchSchedule | None = None
+    batch_schedule: BatchSchedule | None = None
 
     def lr_at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 1."""
-        now = step if self.pace is None else self.pace.consumed(step - 1)
+        now = step if self.batch_schedule is None else self.batch_schedule.consumed(step - 1)
         if self.warmup > 0 and now <= self.warmup:
             return self.max_lr * now / self.warmup
         if self.style == "constant":
@@ -52,10 +52,10 @@ class Schedule:
 def build_schedule(config: Config) -> Schedule:
     lr = config.Optimizer.lr
     if lr.decay_samples is not None:
-        warmup, decay, pace = lr.warmup_samples or 0.0, lr.decay_samples, config.pace
+        warmup, decay, batches = lr.warmup_samples or 0.0, lr.decay_samples, config.batch_schedule
     else:
-        warmup, decay, pace = lr.warmup_rate * lr.decay_steps, lr.decay_steps, None
-    return Schedule(lr.max_lr, lr.min_lr, warmup, decay, lr.decay_style, pace)
+        warmup, decay, batches = lr.warmup_rate * lr.decay_steps, lr.decay_steps, None
+    return Schedule(lr.max_lr, lr.min_lr, warmup, decay, lr.decay_style, batches)
 
 
 @dataclass

@@ -196,14 +196,14 @@ def _translate_generation(translation: Translation, flags: Flags) -> None:
 
 
 def _translate_profiler(translation: Translation, flags: Flags) -> None:
-    wish = flags["profiler_options"]
-    if wish is None:
+    request = flags["profiler_options"]
+    if request is None:
         return
     said = flags.said("profiler_options")
     translation.set("Profiler.enable", True, said)
-    translation.set("Profiler.scheduler", list(wish.steps), said)
-    if wish.path is not None:
-        translation.set("Profiler.profiler_log", wish.path, said)
-    if wish.exits:
-        last = min(flags["max_steps"], wish.steps[1])
+    translation.set("Profiler.scheduler", list(request.steps), said)
+    if request.path is not None:
+        translation.set("Profiler.profiler_log", request.path, said)
+    if request.exits:
+        last = min(flags["max_steps"], request.steps[1])
         translation.set("Engine.max_steps", last, f"{said}: exit_on_finished")

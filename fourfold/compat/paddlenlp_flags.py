@@ -96,7 +96,7 @@ def true_or_false(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ProfileWish:
+class ProfileRequest:
     """`--profiler_options`: the steps [start, end) to profile, and what follows."""
 
     steps: tuple[int, int] = (10, 20)
@@ -105,17 +105,17 @@ class ProfileWish:
     useless: tuple[str, ...] = ()
 
 
-def profile_wish(text: str) -> ProfileWish:
+def profile_request(text: str) -> ProfileRequest:
     """`batch_range=[50,60];profile_path=somewhere`, in any order."""
-    wish, useless = ProfileWish(), []
+    request, useless = ProfileRequest(), []
     for pair in filter(None, text.replace(" ", "").split(";")):
         name, _, value = pair.partition("=")
         if name == "batch_range" and (steps := _steps(value)):
-            wish = replace(wish, steps=steps)
+            request = replace(request, steps=steps)
         elif name == "profile_path" and value:
-            wish = replace(wish, path=value)
+            request = replace(request, path=value)
         elif name == "exit_on_finished":
-            wish = replace(wish, exits=true_or_false(value))
+            request = replace(request, exits=true_or_false(value))
         elif name in ("state", "sorted_key", "tracer_option", "timer_only"):
             useless.append(pair)
         else:
@@ -123,7 +123,7 @@ def profile_wish(text: str) -> ProfileWish:
                 f"{pair!r} is not understood; write it like "
                 "'batch_range=[10,20];profile_path=profile;exit_on_finished=true'"
             )
-    return replace(wish, useless=tuple(useless))
+    return replace(request, useless=tuple(useless))
 
 
 def _steps(text: str) -> tuple[int, int] | None:
@@ -168,7 +168,7 @@ def _add_run(reader: FlagParser) -> None:
         "-p",
         "--profiler_options",
         dest="--profiler_options",
-        type=profile_wish,
+        type=profile_request,
         default=argparse.SUPPRESS,
         metavar="'K=V;K=V'",
         help="batch_range=[10,20], profile_path and exit_on_finished.",

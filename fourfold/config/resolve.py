@@ -150,7 +150,7 @@ def _resolve_learning_rate(config: Config, findings: ConfigFindings) -> None:
     if lr.decay_samples is None and lr.warmup_samples is None:
         return
     if lr.decay_samples is None:
-        lr.decay_samples = config.pace.consumed(config.Engine.max_steps)
+        lr.decay_samples = config.batch_schedule.consumed(config.Engine.max_steps)
     if lr.warmup_samples is None:
         lr.warmup_samples = lr.warmup_rate * lr.decay_samples
     for name in ("decay_steps", "warmup_rate"):
@@ -168,7 +168,7 @@ def _resolve_micro_batch(config: Config, findings: ConfigFindings) -> None:
     local = sizes.local_batch_size
     if sizes.micro_batch_size is None:
         ranks = max(1, sizes.global_batch_size // local)
-        shares = [max(1, batch // ranks) for batch in config.pace.batches]
+        shares = [max(1, batch // ranks) for batch in config.batch_schedule.batches]
         most = max(1, min(DEFAULT_MICRO_BATCH, min(shares) // config.Distributed.pp_degree))
         common = math.gcd(*shares)
         sizes.micro_batch_size = next(size for size in range(most, 0, -1) if common % size == 0)
@@ -204,13 +204,13 @@ def _resolve_engine(config: Config, findings: ConfigFindings) -> None:
 def _resolve_length(config: Config, findings: ConfigFindings) -> None:
     """`train_samples` in steps; a smaller `max_steps` of the user's own still ends the run."""
     engine, asked = config.Engine, findings.given("Engine.max_steps")
-    steps = config.pace.steps_within(engine.train_samples or 0)
+    steps = config.batch_schedule.steps_within(engine.train_samples or 0)
     if steps == 0:
         findings.problem(
             [
                 Setting("Engine.train_samples", engine.train_samples),
-                f" is less than one step, which reads {config.pace.batch_of(0)} samples; choose "
-                "more, or a smaller batch",
+                f" is less than one step, which reads {config.batch_schedule.batch_of(0)} samples; "
+                "choose more, or a smaller batch",
             ],
             "Engine.train_samples",
             f"{_BATCH}.global_batch_size",

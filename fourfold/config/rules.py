@@ -364,7 +364,7 @@ def _check_growth(config: Config, findings: ConfigFindings) -> None:
     layout, sizes = config.Distributed, config.Data.batch_size
     ranks = layout.dp_degree * layout.sharding.sharding_degree
     names = ("Data.batch_size.rampup", "Data.batch_size.micro_batch_size", "Distributed.pp_degree")
-    for size in config.pace.batches[:-1]:
+    for size in config.batch_schedule.batches[:-1]:
         if size % (ranks * sizes.micro_batch_size):
             findings.problem(
                 [

@@ -596,7 +596,7 @@ class Config(Section):
         return self._notices
 
     @property
-    def pace(self) -> BatchSchedule:
+    def batch_schedule(self) -> BatchSchedule:
         """The samples of every step, once the batch is resolved."""
         sizes = self.Data.batch_size
         ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)

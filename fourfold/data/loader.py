@@ -61,12 +61,12 @@ class Loader:
         prefetch: int = 2,
         vocab_size: int | None = None,
     ) -> None:
-        pace = (
+        batch_schedule = (
             BatchSchedule(global_batch_size)
             if isinstance(global_batch_size, int)
             else global_batch_size
         )
-        for batch in pace.batches:
+        for batch in batch_schedule.batches:
             if batch < 1 or batch % size != 0:
                 raise DataError(
                     f"global_batch_size={batch} cannot be divided over {size} data ranks; "
@@ -81,7 +81,7 @@ class Loader:
             )
         assert 0 <= rank < size and prefetch >= 0, (rank, size, prefetch)
         self.samples = samples
-        self.pace = pace
+        self.batch_schedule = batch_schedule
         self._eos_token_id = eos_token_id
         self._masked_token = eos_token_id if eod_mask_loss else None
         self._reset_position_ids = reset_position_ids
@@ -99,7 +99,7 @@ class Loader:
     @property
     def num_batches(self) -> int:
         """How many whole global batches the samples hold."""
-        return self.pace.steps_within(len(self.samples))
+        return self.batch_schedule.steps_within(len(self.samples))
 
     def batch(self, step: int) -> Batch:
         """This rank's slice of global batch `step`, counted from 0."""
@@ -126,7 +126,8 @@ class Loader:
             )
         raise DataError(
             f"{self.samples.name}: batch {step} does not exist; {len(self.samples)} samples give "
-            f"{self.num_batches} batches of {self.pace.batch} (0 to {self.num_batches - 1})"
+            f"{self.num_batches} batches of {self.batch_schedule.batch} "
+            f"(0 to {self.num_batches - 1})"
         )
 
     def _forget_if_forked(self) -> None:
@@ -150,7 +151,7 @@ class Loader:
         import torch
 
         samples, length = self.samples, self.samples.seq_len
-        global_ids = np.asarray(self.pace.samples_of(step))
+        global_ids = np.asarray(self.batch_schedule.samples_of(step))
         local_batch_size = len(global_ids) // self._size
         first = self._rank * local_batch_size
         local_ids = global_ids[first : first + local_batch_size]

@@ -104,7 +104,7 @@ def samples_of_run(config: Config) -> dict[str, int]:
     engine, batch = config.Engine, config.Data.batch_size.global_batch_size
     evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 0
     return {
-        "train": config.pace.consumed(engine.max_steps),
+        "train": config.batch_schedule.consumed(engine.max_steps),
         "valid": batch * evaluations * engine.eval_iters,
         "test": batch * engine.test_iters,
     }

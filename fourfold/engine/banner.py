@@ -39,7 +39,7 @@ def describe(
         f"{parameters:,} parameters; untrained loss near "
         f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
     )
-    if (grows := config.pace).ramp is not None:
+    if (grows := config.batch_schedule).ramp is not None:
         whole = grows.phases[-1]
         yield (
             f"batch: grows from {grows.batch_of(0)} to {grows.batch} samples over the first "
@@ -50,7 +50,7 @@ def describe(
         f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
     )
     yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_reason}"
-    yield from _describe_data(data, config.pace.consumed(steps))
+    yield from _describe_data(data, config.batch_schedule.consumed(steps))
 
 
 def _compute(config: Config, shape: ModelShape, tokens: int) -> str:

@@ -54,7 +54,7 @@ class Engine:
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
-        self.pace = config.pace
+        self.batch_schedule = config.batch_schedule
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.schedule = build_schedule(config)
         self.loss_scale = (
@@ -177,7 +177,7 @@ class Engine:
 
     def _samples_of_step(self) -> range:
         """The samples of the present step's global batch, on all ranks."""
-        return self.pace.samples_of(self.step - 1)
+        return self.batch_schedule.samples_of(self.step - 1)
 
     @uncounted()
     def _evaluate(
@@ -262,7 +262,7 @@ class Engine:
 
     def _epoch(self) -> int:
         """How often the run has been through its training split, from 0."""
-        seen = self.pace.consumed(self.step - 1)
+        seen = self.batch_schedule.consumed(self.step - 1)
         train = self.data.samples["train"]
         return seen * train.seq_len // max(train.tokens_per_epoch, 1)
 

@@ -57,7 +57,7 @@ class Monitoring:
         seq_len = config.Data.dataset.max_seq_len
         peak, self.peak_reason = peak_flops(config.Global.peak_tflops, device, precision.dtype)
         self.meter = Meter(
-            pace=config.pace,
+            batch_schedule=config.batch_schedule,
             seq_len=seq_len,
             world_size=mesh.size,
             logging_freq=config.Engine.logging_freq,

@@ -150,7 +150,9 @@ class RunData:
         dataset, (rank, size) = self.config.Data.dataset, self.data_ranks
         return Loader(
             self.samples[part],
-            self.config.pace if part == "train" else self.config.Data.batch_size.global_batch_size,
+            self.config.batch_schedule
+            if part == "train"
+            else self.config.Data.batch_size.global_batch_size,
             eos_token_id=self.eos_token_id,
             eod_mask_loss=dataset.eod_mask_loss,
             reset_position_ids=dataset.reset_position_ids,

@@ -234,7 +234,7 @@ def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
 
 
 def _state(run: Engine) -> dict[str, Any]:
-    consumed = run.pace.consumed(run.step)
+    consumed = run.batch_schedule.consumed(run.step)
     return {
         "version": __version__,
         "step": run.step,
@@ -294,7 +294,7 @@ def _continue(run: Engine, where: str) -> Restored:
     tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
     hashes = run.config.Engine.save_load.verify_hashes
     path, state = checkpoint.resume(where, tensors, notices.append, "", run.ranks, hashes)
-    step, consumed = int(state["step"]), run.pace.consumed(int(state["step"]))
+    step, consumed = int(state["step"]), run.batch_schedule.consumed(int(state["step"]))
     if state["consumed_samples"] != consumed:
         raise UserError(
             f"{path} was written after {state['consumed_samples']} samples in {step} steps, which "

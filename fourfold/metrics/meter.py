@@ -75,7 +75,7 @@ class Meter:
     def __init__(
         self,
         *,
-        pace: BatchSchedule,
+        batch_schedule: BatchSchedule,
         seq_len: int,
         world_size: int = 1,
         logging_freq: int = 1,
@@ -85,7 +85,7 @@ class Meter:
     ) -> None:
         """`peak_flops` is one device's, in FLOP/s; without it the MFU is None."""
         assert seq_len > 0 and world_size > 0 and logging_freq > 0
-        self.pace = pace
+        self.batch_schedule = batch_schedule
         self.seq_len = seq_len
         self.world_size = world_size
         self.logging_freq = logging_freq
@@ -128,13 +128,13 @@ class Meter:
         seconds, batch_seconds = self._close_window()
         # A clock too coarse to see the step has no rate to tell; 0 keeps every sink readable.
         steps_per_second = 1 / batch_seconds if batch_seconds > 0 else 0.0
-        samples = self.pace.consumed(step)
-        window_samples = samples - self.pace.consumed(step - steps)
+        samples = self.batch_schedule.consumed(step)
+        window_samples = samples - self.batch_schedule.consumed(step - steps)
         ips_total = steps_per_second * window_samples / steps * self.seq_len
         host, device = host_memory(), device_memory()
         return Step(
             **vars(outcome),
-            global_batch_size=self.pace.batch_of(step - 1),
+            global_batch_size=self.batch_schedule.batch_of(step - 1),
             samples=samples,
             tokens=samples * self.seq_len,
             reader_seconds=seconds.get("reader", 0.0),

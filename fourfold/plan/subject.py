@@ -51,5 +51,5 @@ def subject_of(config: Config, *, on_cpu: bool = False) -> Subject:
         precision=precision,
         shape=shape,
         global_batch=config.Data.batch_size.global_batch_size,
-        batches=tuple(config.pace.batches),
+        batches=tuple(config.batch_schedule.batches),
     )

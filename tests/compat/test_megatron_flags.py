@@ -65,7 +65,7 @@ def test_learning_rates_of_the_benchmark_are_those_published(tmp_path: Path) -> 
 def test_the_training_run_is_the_one_in_the_published_log(tmp_path: Path) -> None:
     config = config_of(tmp_path, TRAIN)
     assert config.Engine.max_steps == 8247
-    assert config.pace.consumed(2400) == 1864624
+    assert config.batch_schedule.consumed(2400) == 1864624
     assert f"{build_schedule(config).lr_at(2401):.3E}" == "5.498E-05"
     assert config.Model.vocab_size == 51200
     assert count_parameters(ModelShape.of(config.Model)) == 174_615_846_912

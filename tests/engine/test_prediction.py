@@ -36,7 +36,9 @@ class Kept:
 def window(seconds: float, batch: int = 8) -> Step:
     """The record of a step that took so long, on a clock of our own."""
     clock = iter([0.0, seconds, seconds])
-    meter = Meter(pace=BatchSchedule(batch), seq_len=1, logging_freq=1, clock=lambda: next(clock))
+    meter = Meter(
+        batch_schedule=BatchSchedule(batch), seq_len=1, logging_freq=1, clock=lambda: next(clock)
+    )
     record = meter.end_step(StepOutcome(step=1, epoch=0, batch=0, loss=1.0, learning_rate=0.1))
     assert record is not None and record.batch_seconds == seconds
     return record

@@ -130,7 +130,7 @@ def _run(config: Config, world: int) -> Trace:
         update(rate, norm, scale)
 
     engine.optimizer.update = observed  # type: ignore[method-assign]
-    meter, sinks = Meter(pace=BatchSchedule(1), seq_len=1), Sinks()
+    meter, sinks = Meter(batch_schedule=BatchSchedule(1), seq_len=1), Sinks()
     with StopRequest(engine.output_dir) as stop:
         for step in range(start, STEPS):
             batch = engine.data.loaders["train"].batch(step)

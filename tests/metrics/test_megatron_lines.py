@@ -74,7 +74,7 @@ def step_record(config: Config, step: int, seconds: float, loss: float, scale: f
     window = config.Engine.logging_freq
     times = iter([0.0, window * seconds])
     meter = Meter(
-        pace=config.pace,
+        batch_schedule=config.batch_schedule,
         seq_len=config.Data.dataset.max_seq_len,
         world_size=WORLD,
         logging_freq=window,
@@ -112,7 +112,7 @@ def numbers(line: str) -> dict[str, float]:
 def test_the_training_line_at_iteration_2400(configure: Callable[..., Config]) -> None:
     config = configure()
     assert config.Engine.max_steps == 8247
-    assert config.pace.consumed(2400) == 1864624
+    assert config.batch_schedule.consumed(2400) == 1864624
     record = step_record(config, 2400, 315.8799, 9.002386, 2.0**34)
     (line,) = printed(line_style(config, WORLD), lambda sinks: sinks.train(record))
     assert line == PUBLISHED[6]

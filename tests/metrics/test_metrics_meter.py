@@ -39,7 +39,7 @@ def run_step(meter: Meter, clock: Clock, reader: float, compute: float) -> None:
 def test_rates_follow_from_the_time_of_a_step() -> None:
     clock = Clock()
     meter = Meter(
-        pace=BatchSchedule(2),
+        batch_schedule=BatchSchedule(2),
         seq_len=1024,
         world_size=8,
         flops_per_token=1e9,
@@ -68,7 +68,9 @@ def test_a_window_reports_the_mean_of_its_steps(
 ) -> None:
     """Also when it starts between two multiples, as after a resume. A triangular sum would fail."""
     clock = Clock()
-    meter = Meter(pace=BatchSchedule(2), seq_len=5, logging_freq=logging_freq, clock=clock)
+    meter = Meter(
+        batch_schedule=BatchSchedule(2), seq_len=5, logging_freq=logging_freq, clock=clock
+    )
     window: list[float] = []
     for step, seconds in enumerate(times, start=first):
         run_step(meter, clock, reader=seconds / 4, compute=seconds * 3 / 4)
@@ -85,7 +87,7 @@ def test_a_window_reports_the_mean_of_its_steps(
 
 def test_evaluating_and_saving_do_not_make_a_batch_dearer() -> None:
     clock = Clock()
-    meter = Meter(pace=BatchSchedule(2), seq_len=5, logging_freq=2, clock=clock)
+    meter = Meter(batch_schedule=BatchSchedule(2), seq_len=5, logging_freq=2, clock=clock)
     for step in (1, 2):
         run_step(meter, clock, reader=0, compute=1)
         record = end(meter, step)
@@ -105,7 +107,7 @@ def test_evaluating_and_saving_do_not_make_a_batch_dearer() -> None:
 
 def test_setting_up_is_no_part_of_the_first_step() -> None:
     clock = Clock()
-    meter = Meter(pace=BatchSchedule(2), seq_len=5, clock=clock)
+    meter = Meter(batch_schedule=BatchSchedule(2), seq_len=5, clock=clock)
     clock.tick(1000)
     run_step(meter, clock, reader=1, compute=1)
     record = end(meter, 1)
@@ -114,7 +116,7 @@ def test_setting_up_is_no_part_of_the_first_step() -> None:
 
 def test_a_failing_phase_is_still_timed_and_leaves_the_meter_usable() -> None:
     clock = Clock()
-    meter = Meter(pace=BatchSchedule(2), seq_len=5, clock=clock)
+    meter = Meter(batch_schedule=BatchSchedule(2), seq_len=5, clock=clock)
     with pytest.raises(RuntimeError), meter.timed("forward_backward"):
         clock.tick(1)
         raise RuntimeError
@@ -125,7 +127,7 @@ def test_a_failing_phase_is_still_timed_and_leaves_the_meter_usable() -> None:
 
 
 def test_loss_and_norm_are_those_of_the_last_step() -> None:
-    meter = Meter(pace=BatchSchedule(2), seq_len=5, logging_freq=2)
+    meter = Meter(batch_schedule=BatchSchedule(2), seq_len=5, logging_freq=2)
     assert end(meter, 1, loss=5.0) is None
     record = end(meter, 2, loss=4.0, grad_norm=0.5, skipped=3)
     assert record is not None
@@ -133,12 +135,14 @@ def test_loss_and_norm_are_those_of_the_last_step() -> None:
 
 
 def test_a_clock_that_stands_still_gives_no_infinity() -> None:
-    record = end(Meter(pace=BatchSchedule(2), seq_len=5, clock=Clock()), 1)
+    record = end(Meter(batch_schedule=BatchSchedule(2), seq_len=5, clock=Clock()), 1)
     assert record is not None and record.steps_per_second == 0 and record.ips_total == 0
 
 
 def test_unknown_peak_means_no_mfu_and_the_record_says_when_and_how_much_memory() -> None:
-    record = end(Meter(pace=BatchSchedule(2), seq_len=5, flops_per_token=1e9), 1, loss=math.nan)
+    record = end(
+        Meter(batch_schedule=BatchSchedule(2), seq_len=5, flops_per_token=1e9), 1, loss=math.nan
+    )
     assert record is not None
     assert record.mfu is None and math.isnan(record.loss)
     assert datetime.fromisoformat(record.time).tzinfo is not None

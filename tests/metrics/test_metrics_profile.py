@@ -22,7 +22,7 @@ def run(directory: Path, steps: int = 6, **options: Any) -> list[str]:
     said: list[str] = []
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
-    meter = Meter(pace=BatchSchedule(1), seq_len=1)
+    meter = Meter(batch_schedule=BatchSchedule(1), seq_len=1)
     enabled: dict[str, Any] = {"enable": True, "profiler_log": directory, "echo": said.append}
     with ProfilerWindow(**(enabled | options)) as window:
         for _ in range(steps):
