@@ -82,9 +82,6 @@ MOST_LINES, FEWEST_LINES = 520, 120
 LARGE = {"config/schema.py"}  # every key of the configuration
 SMALL = {
     "cost/traffic.py",
-    "generate/beam.py",
-    "parallel/data_parallel.py",
-    "parallel/replica_check.py",
 }
 
 

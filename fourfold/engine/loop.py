@@ -27,7 +27,6 @@ from fourfold.parallel.precision import (
     slow_dtype_notice,
     unmet_list_entries,
 )
-from fourfold.parallel.replica_check import check_replicas
 from fourfold.signals import StopRequest
 from fourfold.waiting import uncounted
 
@@ -129,7 +128,7 @@ class Engine:
                 saved = saving.save_what_is_left(self, meter, sinks, stop)
                 raise self.guard.failure(self.step, saved)
             if _due(self.step, engine.check_replicas_freq):
-                check_replicas(self.runner, f"step {self.step}")
+                self.runner.check_replicas(f"step {self.step}")
             if _due(self.step, engine.eval_freq) and not stopping:
                 with meter.timed("evaluate"):
                     stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
@@ -162,7 +161,7 @@ class Engine:
             norm = math.sqrt(squares) / scale
             if self.guard.admits(loss, norm, self.loss_scale):
                 self.optimizer.update(self.schedule.lr_at(self.step), norm, scale)
-                self.runner.refresh()
+                self.runner.sync_weights_from_masters()
             else:
                 sinks.event(
                     "skipped_update",

@@ -24,7 +24,6 @@ from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
 from fourfold.optim import LossScale, Optimizer
 from fourfold.parallel import Runner
-from fourfold.parallel.replica_check import check_replicas
 from fourfold.shards import Shard
 from fourfold.signals import StopRequest
 
@@ -277,7 +276,7 @@ def resume(run: Engine) -> Restored | None:
         return None
     restored = _take_weights(run, where) if weights_only else _continue(run, where)
     sync_tied_copy(run.runner, run.optimizer)
-    check_replicas(run.runner, f"after loading {restored.path}")
+    run.runner.check_replicas(f"after loading {restored.path}")
     return restored
 
 
@@ -369,7 +368,7 @@ def bytes_to_save(runner: Runner, optimizer: Optimizer) -> int:
 
 def tensors_to_load(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
     """What this rank wants filled."""
-    keys = runner.to_fill().keys()
+    keys = runner.shards_to_load().keys()
     return {name: shard for key, name, shard in _shards(runner, optimizer) if key in keys}
 
 
@@ -377,10 +376,10 @@ def tensors_to_load(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
 def sync_tied_copy(runner: Runner, optimizer: Optimizer) -> None:
     """After a load: bring what was not filled in line with what was."""
     moments = optimizer.named_moments()
-    for copy, original in runner.copies_here.items():
+    for copy, original in runner.tied_copies.items():
         for moment in optimizer.MOMENTS:
             moments[f"{copy}.{moment}"].copy_(moments[f"{original}.{moment}"])
-    runner.settle()
+    runner.after_load()
 
 
 def _shards(runner: Runner, optimizer: Optimizer) -> Iterator[tuple[str, str, Shard]]:

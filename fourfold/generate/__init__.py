@@ -8,8 +8,7 @@ for sequences that come and go (a server), `beam_search`, and `Decoder`, the net
 Lengths count new tokens. Prompt and continuation together must fit into the model's positions.
 """
 
-from fourfold.generate.beam import beam_search
-from fourfold.generate.completion import Continuation, TextStream, complete, generate
+from fourfold.generate.completion import Continuation, TextStream, beam_search, complete, generate
 from fourfold.generate.decoder import Decoder, SequenceModel
 from fourfold.generate.sampling import Options
 from fourfold.generate.session import Session, Token

@@ -86,13 +86,13 @@ def _load_own(
     tokenizer = tokenizer_of_run(config, on_notice)
     assert tokenizer is not None
     runner = _build(config, mesh)
-    shards = {f"model.{shard.name}": shard for shard in runner.to_fill().values()}
+    shards = {f"model.{shard.name}": shard for shard in runner.shards_to_load().values()}
     ranks = RankGroup.of(mesh, config.Distributed.timeout_seconds)
     path, state = checkpoint.resume(
         where, shards, on_notice, "model.", ranks, config.Engine.save_load.verify_hashes
     )
     check_made_with(config, tokenizer, state.get("tokenizer"), path, on_notice)
-    runner.settle()
+    runner.after_load()
     return runner, tokenizer, path
 
 
@@ -109,11 +109,11 @@ def _load_foreign(
         for name in model_sizes():
             setattr(config.Model, name, getattr(foreign.shape, name))
         runner = _build(config, mesh)
-        wanted = {shard.name: shard for shard in runner.to_fill().values()}
+        wanted = {shard.name: shard for shard in runner.shards_to_load().values()}
         for name, tensor in foreign.tensors():
             if shard := wanted.get(name):
                 shard.copy_from(tensor)
-    runner.settle()
+    runner.after_load()
     return runner, tokenizer, where
 
 

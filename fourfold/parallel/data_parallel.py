@@ -1,6 +1,6 @@
-"""After the backward pass: gradients that stand on several ranks become one sum on each.
+"""Gradient all-reduce, and the check that what several ranks hold alike stays alike.
 
-Sharded parameters come summed from torch. The rest is here:
+Gradients of sharded parameters come summed from torch. The rest is here:
 - plain data parallelism, one message a layer, sent as soon as the layer's last gradient is there;
 - what only saw its own positions under sequence parallelism, summed over the model-parallel ranks;
 - the embedding, which the first and the last pipeline stage both hold.
@@ -8,17 +8,19 @@ Sharded parameters come summed from torch. The rest is here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fourfold.errors import RunError
 from fourfold.mesh import Mesh, sum_over
 from fourfold.model import ParamTable
 from fourfold.parallel.parameters import name_of, tied_keys
-from fourfold.shards import local
+from fourfold.shards import Shard, local
 from fourfold.waiting import communicating
 
 
@@ -115,3 +117,86 @@ def sum_tied(table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh) ->
         gradients[1].copy_(gradients[0])
     elif gradients:
         sum_over(mesh.tied_embedding_group, gradients)
+
+
+# -- replica drift --------------------------------------------------------------------------------
+
+
+class ReplicaDrift(RunError):
+    """Ranks that should hold the same parameter do not."""
+
+
+def check_replicas(
+    table: ParamTable, shards: Mapping[str, Shard], mesh: Mesh, sharded: bool, when: str
+) -> None:
+    """Raise `ReplicaDrift` on every rank if any parameter differs between its holders.
+
+    A rank that computes wrongly, or a reduction that leaves someone out, shows first in parameters
+    that are held more than once. Each rank hashes its own; those that hold the same compare.
+    """
+    problem = None
+    found = [
+        _differing(group, axis, [shards[key] for key in keys])
+        for group, axis, keys in _groups_of_holders(table, shards, mesh, sharded)
+    ]
+    for names, whom in [*found, _differing_here(table, shards, mesh.rank)]:
+        if names and problem is None:
+            problem = (
+                f"{when}: {len(names)} parameter(s) that must be alike differ between {whom}: "
+                f"{', '.join(names[:3])}. The last checkpoint before this is the one to trust; a "
+                "rank that drifts again after a restart has faulty hardware"
+            )
+    told = mesh.broadcast_first(problem)
+    if told is not None:
+        raise ReplicaDrift(told)
+
+
+def _groups_of_holders(
+    table: ParamTable, shards: Mapping[str, Shard], mesh: Mesh, sharded: bool
+) -> list[tuple[ProcessGroup | None, str, list[str]]]:
+    """For each axis, the keys of what its ranks hold alike, in the same order on all of them."""
+    keys = sorted(shards)
+    plain = [] if sharded else keys
+    tied = [key for key in tied_keys(table) if key in shards]
+    uncut = [key for key in keys if table[shards[key].name].split_dim is None]
+    return [
+        (mesh.group("dp"), "data-parallel", keys),
+        (mesh.group("sharding"), "sharding", plain),
+        (mesh.group("mp"), "model-parallel", uncut),
+        (mesh.tied_embedding_group if len(tied) == 1 else None, "pipeline", tied),
+    ]
+
+
+def _differing(group: ProcessGroup | None, axis: str, shards: list[Shard]) -> tuple[list[str], str]:
+    """Names of those that not all ranks of the group have the same bits of, and which ranks."""
+    if group is None or not shards:
+        return [], ""
+    own = torch.tensor([_hash(shard.local) for shard in shards])
+    all_hashes = torch.empty((group.size(), len(shards)), dtype=torch.int64)
+    dist.all_gather(list(all_hashes.unbind()), own, group=group)
+    odd = all_hashes != all_hashes.mode(dim=0).values
+    names = [one.name for one, differs in zip(shards, odd.any(dim=0).tolist()) if differs]
+    return names, _whom(axis, dist.get_process_group_ranks(group), odd.any(dim=1).tolist())
+
+
+def _differing_here(
+    table: ParamTable, shards: Mapping[str, Shard], rank: int
+) -> tuple[list[str], str]:
+    """The same of the two copies of the embedding that one rank of a V-shaped pipeline holds."""
+    copies = [shards[key] for key in tied_keys(table) if key in shards]
+    differ = len({_hash(copy.local) for copy in copies}) > 1
+    return [copies[0].name] if differ else [], f"the two copies on rank {rank}"
+
+
+def _whom(axis: str, ranks: list[int], odd: list[bool]) -> str:
+    """The ranks to suspect: those that are not with the majority, where there is one."""
+    few = [rank for rank, differs in zip(ranks, odd) if differs]
+    if 2 * len(few) < len(ranks):
+        return f"rank {', '.join(map(str, few))} and the other {axis} ranks"
+    return f"{axis} ranks {', '.join(map(str, ranks))}"
+
+
+def _hash(tensor: Tensor) -> int:
+    content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    digest = hashlib.blake2b(content.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)

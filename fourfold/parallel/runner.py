@@ -21,7 +21,12 @@ from fourfold.mesh import Mesh
 from fourfold.model import GPT
 from fourfold.model.init import initialize_shards
 from fourfold.model.seeds import mix_seed
-from fourfold.parallel.data_parallel import GradientSync, sum_across_model, sum_tied
+from fourfold.parallel.data_parallel import (
+    GradientSync,
+    check_replicas,
+    sum_across_model,
+    sum_tied,
+)
 from fourfold.parallel.parameters import local_shards, named_parameters, tied_keys
 from fourfold.parallel.precision import Precision
 from fourfold.shards import Shard
@@ -83,7 +88,7 @@ class Runner:
         for keys in (self.shards.keys() - tied, self.shards.keys() & tied):
             shards = {shard.name: shard for key, shard in self.shards.items() if key in keys}
             initialize_shards(self.table, shards, self.seed)
-        self.refresh()
+        self.sync_weights_from_masters()
 
     # -- training ---------------------------------------------------------------------------
 
@@ -100,7 +105,7 @@ class Runner:
             total = self._run_pipeline(self.pipeline, batch, scale, seeds)
         else:
             total = self._run_micro_batches(batch, scale, seeds)
-        self.finish_gradients()
+        self.reduce_gradients()
         return self._share(total) / loss_scale
 
     def _run_micro_batches(self, batch: Batch, scale: float, seeds: list[int]) -> Tensor:
@@ -123,8 +128,8 @@ class Runner:
         return pipeline.step(tokens, arguments)
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """What the backward pass left on several ranks, or in low precision, becomes whole."""
+    def reduce_gradients(self) -> None:
+        """Reduce gradients over the ranks that share them, and move them to the fp32 masters."""
         if self.sharding is None:
             self.precision.collect(self.parameters, self.masters)
         if self.replicas is not None:
@@ -146,34 +151,34 @@ class Runner:
         ]
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def sync_weights_from_masters(self) -> None:
         """Bring low-precision weights in line with their masters, after an update or a load."""
         for key, parameter in self.parameters.items():
             if parameter is not self.masters[key]:
                 parameter.copy_(self.masters[key])
         self._drop_gathered()
 
-    def to_fill(self) -> dict[str, Shard]:
+    def shards_to_load(self) -> dict[str, Shard]:
         """What a load fills, by key. Of two copies of the embedding on this rank, as at the ends
-        of a V-shaped pipeline, the first stands for both: `settle` makes the other one equal."""
-        return {key: one for key, one in self.shards.items() if key not in self.copies_here}
+        of a V-shaped pipeline, the first stands for both: `after_load` copies it."""
+        return {key: one for key, one in self.shards.items() if key not in self.tied_copies}
 
     @property
-    def copies_here(self) -> dict[str, str]:
+    def tied_copies(self) -> dict[str, str]:
         """The key of a tied copy -> that of what it copies, where this rank holds both."""
         keys = tied_keys(self.table)
         return {keys[1]: keys[0]} if keys and self.shards.keys() >= set(keys) else {}
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def after_load(self) -> None:
         """After a load: bring every copy of what was filled in line with it."""
-        for copy, original in self.copies_here.items():
+        for copy, original in self.tied_copies.items():
             self.shards[copy].local.copy_(self.shards[original].local)
         if not self.trains and self.sharding is None:
             # Loaded in fp32, as they are saved, and kept as they are computed with.
             for parameter in self.precision.lowered(self.table, self.parameters).values():
                 parameter.data = parameter.data.to(self.precision.dtype)
-        self.refresh()
+        self.sync_weights_from_masters()
 
     def _drop_gathered(self) -> None:
         if self.sharding is not None:
@@ -228,6 +233,10 @@ class Runner:
             yield tokens[rows], {key: field[rows] for key, field in arguments.items()}
 
     # -- what is held here ------------------------------------------------------------------
+
+    def check_replicas(self, when: str) -> None:
+        """Raise on every rank if ranks that hold the same parameter differ in it; a collective."""
+        check_replicas(self.table, self.shards, self.mesh, self.sharding is not None, when)
 
     def decayed(self) -> set[str]:
         """The keys of the weights that weight decay applies to."""

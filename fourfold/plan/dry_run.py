@@ -121,7 +121,7 @@ def _count(config: Config, runner: Runner, micro_batches: int) -> Traffic:
                 if runner.sharding is not None:
                     runner.sharding.before_backward(part, micro_batch == micro_batches - 1)
                 _forward_backward(config, runner, part)
-        runner.finish_gradients()
+        runner.reduce_gradients()
     return counting.traffic
 
 

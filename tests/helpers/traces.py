@@ -14,7 +14,6 @@ from fourfold.config import Config, load_config
 from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine, build_engine, saving
 from fourfold.metrics import Meter, Sinks
-from fourfold.parallel.replica_check import check_replicas
 from fourfold.signals import StopRequest
 from helpers.layout_table import Case
 from helpers.ranks import on_ranks
@@ -145,7 +144,7 @@ def _run(config: Config, world: int) -> Trace:
     share = float(engine.runner.evaluate(engine.data.loaders["valid"].batch(0)))
     (trace.evaluation,) = engine.mesh.all_reduce(share)
     trace.weights = _rectangles(engine, gradients=False)
-    check_replicas(engine.runner, "at the end")
+    engine.runner.check_replicas("at the end")
     saving.finish(engine)
     engine.data.close()
     engine.mesh.close()

@@ -14,8 +14,8 @@ from helpers.layout_runs import Command, Runs, different, in_step, notices, reco
 from fourfold import checkpoint
 from fourfold.data import Batch
 from fourfold.engine import Engine
+from fourfold.parallel.data_parallel import ReplicaDrift
 from fourfold.parallel.parameters import tied_key
-from fourfold.parallel.replica_check import ReplicaDrift
 
 TIED_EMBEDDING = tied_key("embeddings.word.weight")
 slow = pytest.mark.slow

@@ -214,7 +214,7 @@ def test_level_o2_keeps_norms_and_masters_in_fp32() -> None:
         assert runner.masters[name].dtype == torch.float32
     with torch.no_grad():
         runner.masters["embeddings.word.weight"].fill_(0.5)
-    runner.refresh()
+    runner.sync_weights_from_masters()
     assert (runner.parameters["embeddings.word.weight"] == 0.5).all()
 
 
