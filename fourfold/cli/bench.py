@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fourfold.config import Config
 
 FAILED = 1
-PEAK = "; peak for MFU: "  # begins, in a notice of every run, where the peak comes from
 
 
 def bench(
@@ -109,7 +108,8 @@ def _run(run: train.TrainRun, nproc: int | None) -> tuple[int, Config, int]:
 
 def _tell(config: Config, world_size: int, directory: Path, warmup: int, as_json: bool) -> None:
     from fourfold.engine.benchmark import measurement
-    from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
+    from fourfold.metrics.jsonl import FILE_NAME, read_facts, read_jsonl
+    from fourfold.metrics.peaks import Peak
 
     file = directory / FILE_NAME
     if not file.exists():
@@ -118,13 +118,10 @@ def _tell(config: Config, world_size: int, directory: Path, warmup: int, as_json
     steps = [record for record in records if record["kind"] == "train"]
     if len(steps) <= warmup:
         raise RunError(f"stopped after {len(steps)} iterations, before any that counts")
-    measured = measurement(config, world_size, steps, warmup, _peak_source(records))
+    facts = next(facts for record in records if (facts := read_facts(record)))
+    peak = Peak(facts.peak_flops, facts.peak_source)
+    measured = measurement(config, world_size, steps, warmup, peak)
     if as_json:
         print(json.dumps(measured.to_dict(), indent=2))
     else:
         print("\n".join(measured.lines()))
-
-
-def _peak_source(records: list[dict[str, Any]]) -> str:
-    texts = [record["text"] for record in records if record["kind"] == "notice"]
-    return next(text.partition(PEAK)[2] for text in texts if PEAK in text)

@@ -23,7 +23,7 @@ from fourfold.terminal import in_bytes
 
 
 def describe(
-    config: Config, layout: Layout, runner: Runner, data: RunData, peak_reason: str
+    config: Config, layout: Layout, runner: Runner, data: RunData, peak_source: str
 ) -> Iterator[str]:
     """The derived plan, one line a subject."""
     shape, batch = ModelShape.of(config.Model), config.Data.batch_size
@@ -49,7 +49,7 @@ def describe(
         f"batch: {batch.global_batch_size} samples x {seq_len} tokens = {tokens:,} tokens a step, "
         f"in {config.Engine.accumulate_steps} micro-batch(es) of {batch.micro_batch_size}"
     )
-    yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_reason}"
+    yield f"compute: {_compute(config, shape, tokens)}; peak for MFU: {peak_source}"
     yield from _describe_data(data, config.batch_schedule.consumed(steps))
 
 

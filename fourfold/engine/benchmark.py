@@ -14,6 +14,7 @@ from typing import Any
 
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
+from fourfold.metrics.peaks import Peak
 from fourfold.model import ModelShape
 
 NOT_MEASURED = (
@@ -74,7 +75,7 @@ def measurement(
     world_size: int,
     records: Sequence[Mapping[str, Any]],
     warmup: int,
-    peak_source: str,
+    peak: Peak,
 ) -> Measurement:
     """What the training records of a run say, one of each iteration, after `warmup` of them."""
     counted = records[warmup:]
@@ -89,7 +90,6 @@ def measurement(
         shape, seq_len, recomputes=config.Model.use_recompute
     )
     model_flops = flops_per_token(shape, seq_len, causal=True)
-    peak = _peak_behind(counted[-1], flops_per_token(shape, seq_len))
     return Measurement(
         iterations=len(counted),
         left_out=warmup,
@@ -107,9 +107,9 @@ def measurement(
             "model": model_flops * on_device / 1e12,
         },
         conventions=_conventions(config.Model.use_recompute),
-        mfu=None if peak is None else model_flops * on_device / peak,
-        peak_tflops=None if peak is None else peak / 1e12,
-        peak_source=peak_source,
+        mfu=None if peak.flops is None else model_flops * on_device / peak.flops,
+        peak_tflops=None if peak.flops is None else peak.flops / 1e12,
+        peak_source=peak.source,
     )
 
 
@@ -119,11 +119,6 @@ def _conventions(recomputes: bool) -> dict[str, str]:
         "megatron_deepspeed": f"Megatron-DeepSpeed's formula: full attention, {passes}",
         "model": "model FLOPs: causal attention, nothing counted twice",
     }
-
-
-def _peak_behind(record: Mapping[str, Any], flops_in_mfu: float) -> float | None:
-    """The peak of one device that a record's MFU was told against."""
-    return flops_in_mfu * record["ips"] / record["mfu"] if record["mfu"] else None
 
 
 def _figure(value: float) -> str:

@@ -240,7 +240,7 @@ class Engine:
             slow_attention_notice(dropout, self.device),
         ]
         self.notices += filter(None, slow)
-        plan = describe(config, self.layout, self.runner, self.data, watch.peak_reason)
+        plan = describe(config, self.layout, self.runner, self.data, watch.peak.source)
         predicted = [] if self.prediction is None else [self.prediction.line()]
         for line in [*self.notices, *plan, *predicted]:
             watch.sinks.notice(line)

@@ -29,6 +29,7 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
+from fourfold.metrics.jsonl import RunFacts
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.model import ModelShape
@@ -55,14 +56,14 @@ class Monitoring:
         self.mesh = mesh
         self.on_cpu = device.type == "cpu"
         seq_len = config.Data.dataset.max_seq_len
-        peak, self.peak_reason = peak_flops(config.Global.peak_tflops, device, precision.dtype)
+        self.peak = peak_flops(config.Global.peak_tflops, device, precision.dtype)
         self.meter = Meter(
             batch_schedule=config.batch_schedule,
             seq_len=seq_len,
             world_size=mesh.size,
             logging_freq=config.Engine.logging_freq,
             flops_per_token=flops_per_token(ModelShape.of(config.Model), seq_len),
-            peak_flops=peak,
+            peak_flops=self.peak.flops,
         )
         self.style = line_style(config, mesh.size)
         self.sinks = Sinks()
@@ -79,6 +80,7 @@ class Monitoring:
                 max_steps=config.Engine.max_steps,
             )
         closing.callback(self.sinks.close)
+        self.sinks.run(RunFacts(str(mesh.layout), mesh.size, *self.peak))
         self.profiler = _profiler(config, mesh, self.sinks)
         closing.callback(self.profiler.close)
         self.stragglers = Stragglers()

@@ -15,7 +15,7 @@ from fourfold.metrics.meter import (
     Stragglers,
     compare_ranks,
 )
-from fourfold.metrics.peaks import peak_flops
+from fourfold.metrics.peaks import Peak, peak_flops
 from fourfold.metrics.plot import plot_losses
 from fourfold.metrics.profiler import ProfilerWindow
 from fourfold.metrics.sinks import Console, Sinks, open_sinks
@@ -24,6 +24,7 @@ __all__ = [
     "Console",
     "Meter",
     "OwnTimes",
+    "Peak",
     "ProfilerWindow",
     "RankTimes",
     "Sinks",

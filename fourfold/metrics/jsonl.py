@@ -16,6 +16,7 @@ import shutil
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from fourfold.atomic_files import replace_text
 from fourfold.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
+RUN = "run"  # the kind of the record that says what a run knows of itself
 # Records kept while the disk is full; the oldest go first.
 MAX_UNWRITTEN = 10_000
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -37,6 +39,24 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             "cannot be read; remove the line, or restore the file"
         )
     return parsed.records
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run knows of itself when it starts: the fields of its record of kind "run"."""
+
+    layout: str
+    world_size: int
+    peak_flops: float | None  # of one device, which MFU is a fraction of
+    peak_source: str  # where that figure is from, or why there is none
+
+
+def read_facts(record: Mapping[str, Any]) -> RunFacts | None:
+    """Those of a record that has them."""
+    names = [field.name for field in fields(RunFacts)]
+    if record.get("kind") != RUN or not all(name in record for name in names):
+        return None
+    return RunFacts(**{name: record[name] for name in names})
 
 
 class JsonLines:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
+from fourfold.metrics.jsonl import RUN
+
 COLOURS = {"INFO": "32", "WARNING": "33", "ERROR": "31"}
 STAMPS = ("kind", "time", "event")
 
@@ -38,6 +40,8 @@ class FleetXLines:
 
     def lines(self, record: Mapping[str, Any], colour: bool) -> list[str]:
         kind, level = record["kind"], record.get("level", "INFO")
+        if kind == RUN:
+            return []
         if kind == "train":
             message = train_message(record)
         elif kind in ("eval", "test"):

@@ -19,6 +19,13 @@ from fourfold.errors import UserError
 
 
 class Peak(NamedTuple):
+    """What an MFU is a fraction of."""
+
+    flops: float | None  # FLOP/s of one device; None where it is not known
+    source: str  # where the figure is from, or why there is none
+
+
+class DevicePeaks(NamedTuple):
     """Dense TFLOP/s as the makers state them, without sparsity; None where not supported."""
 
     fp16: float
@@ -28,30 +35,30 @@ class Peak(NamedTuple):
 
 
 # The first entry whose words all occur in the device's name counts: special forms come first.
-PEAKS: dict[str, Peak] = {
-    "GB200": Peak(2500, 2500, 80, 1250),
-    "B200": Peak(2250, 2250, 75, 1125),
-    "GH200": Peak(989, 989, 67, 494.5),
-    "H200 NVL": Peak(835.5, 835.5, 60, 417.5),
-    "H200": Peak(989, 989, 67, 494.5),
-    "H100 NVL": Peak(835.5, 835.5, 60, 417.5),
-    "H100 PCIe": Peak(756, 756, 51, 378),
-    "H100": Peak(989, 989, 67, 494.5),
-    "H800 PCIe": Peak(756, 756, 51, 378),
-    "H800": Peak(989, 989, 67, 494.5),
-    "H20": Peak(148, 148, 44, 74),
-    "A100": Peak(312, 312, 19.5, 156),
-    "A800": Peak(312, 312, 19.5, 156),
-    "A40": Peak(149.7, 149.7, 37.4, 74.8),
-    "A10": Peak(125, 125, 31.2, 62.5),
-    "L40S": Peak(362, 362, 91.6, 183),
-    "L4": Peak(121, 121, 30.3, 60),
-    "V100S": Peak(130, None, 16.4),
-    "V100 PCIE": Peak(112, None, 14),
-    "V100": Peak(125, None, 15.7),
-    "T4": Peak(65, None, 8.1),
-    "MI325X": Peak(1307.4, 1307.4, 163.4, 653.7),
-    "MI300X": Peak(1307.4, 1307.4, 163.4, 653.7),
+PEAKS: dict[str, DevicePeaks] = {
+    "GB200": DevicePeaks(2500, 2500, 80, 1250),
+    "B200": DevicePeaks(2250, 2250, 75, 1125),
+    "GH200": DevicePeaks(989, 989, 67, 494.5),
+    "H200 NVL": DevicePeaks(835.5, 835.5, 60, 417.5),
+    "H200": DevicePeaks(989, 989, 67, 494.5),
+    "H100 NVL": DevicePeaks(835.5, 835.5, 60, 417.5),
+    "H100 PCIe": DevicePeaks(756, 756, 51, 378),
+    "H100": DevicePeaks(989, 989, 67, 494.5),
+    "H800 PCIe": DevicePeaks(756, 756, 51, 378),
+    "H800": DevicePeaks(989, 989, 67, 494.5),
+    "H20": DevicePeaks(148, 148, 44, 74),
+    "A100": DevicePeaks(312, 312, 19.5, 156),
+    "A800": DevicePeaks(312, 312, 19.5, 156),
+    "A40": DevicePeaks(149.7, 149.7, 37.4, 74.8),
+    "A10": DevicePeaks(125, 125, 31.2, 62.5),
+    "L40S": DevicePeaks(362, 362, 91.6, 183),
+    "L4": DevicePeaks(121, 121, 30.3, 60),
+    "V100S": DevicePeaks(130, None, 16.4),
+    "V100 PCIE": DevicePeaks(112, None, 14),
+    "V100": DevicePeaks(125, None, 15.7),
+    "T4": DevicePeaks(65, None, 8.1),
+    "MI325X": DevicePeaks(1307.4, 1307.4, 163.4, 653.7),
+    "MI300X": DevicePeaks(1307.4, 1307.4, 163.4, 653.7),
 }
 
 MEASURED_SIZES = (512, 1024, 2048)
@@ -59,10 +66,8 @@ MEASURED_SIZES_GPU = (2048, 4096, 8192)
 SECONDS_PER_SIZE = 0.4
 
 
-def peak_flops(
-    setting: float | str | None, device: torch.device | str, dtype: torch.dtype
-) -> tuple[float | None, str]:
-    """One device's peak in FLOP/s for products in `dtype`, and where the number comes from.
+def peak_flops(setting: float | str | None, device: torch.device | str, dtype: torch.dtype) -> Peak:
+    """One device's peak for products in `dtype`.
 
     `setting`: TFLOP/s as a number, "measure", or None to look the device's name up.
     """
@@ -76,7 +81,7 @@ def peak_flops(
             f"peak FLOP/s: {setting!r} is neither a positive number of TFLOP/s nor 'measure'; "
             "give one of them, or null to look the device up"
         )
-    return setting * 1e12, f"{setting:g} TFLOP/s per device, as configured"
+    return Peak(setting * 1e12, f"{setting:g} TFLOP/s per device, as configured")
 
 
 def measure(
@@ -84,7 +89,7 @@ def measure(
     dtype: torch.dtype,
     sizes: tuple[int, ...] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[float, str]:
+) -> Peak:
     """The best of the median rates of square products at a few sizes.
 
     Sizes at which one product takes too long are left out (fp16 on a CPU is that slow).
@@ -100,9 +105,10 @@ def measure(
             best_rate, best_size = rate, size
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else _name(device)
     name = str(dtype).removeprefix("torch.")
-    return best_rate, (
+    return Peak(
+        best_rate,
         f"{best_rate / 1e12:.3g} TFLOP/s per device, measured at "
-        f"{best_size} x {best_size} {name} on {where}"
+        f"{best_size} x {best_size} {name} on {where}",
     )
 
 
@@ -128,33 +134,33 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _named(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+def _named(device: torch.device, dtype: torch.dtype) -> Peak:
     advice = "give the peak in TFLOP/s, or 'measure'"
     if device.type != "cuda":
-        return None, f"n/a: unknown device {device.type}; {advice}"
+        return Peak(None, f"n/a: unknown device {device.type}; {advice}")
     name = _name(device)
     words = name.replace("-", " ").lower().split()
     if "mig" in words:
-        return None, f"n/a: {name} is a slice of a device; {advice}"
-    for known, peak in PEAKS.items():
+        return Peak(None, f"n/a: {name} is a slice of a device; {advice}")
+    for known, peaks in PEAKS.items():
         if set(known.lower().split()) <= set(words):
-            rate, kind = _rate(peak, dtype)
+            rate, kind = _rate(peaks, dtype)
             if rate is None:
-                return None, f"n/a: {name} has no {kind} peak; {advice}"
-            return rate * 1e12, f"{rate:g} TFLOP/s per device, {known} in {kind}"
-    return None, f"n/a: unknown device {name}; {advice}"
+                return Peak(None, f"n/a: {name} has no {kind} peak; {advice}")
+            return Peak(rate * 1e12, f"{rate:g} TFLOP/s per device, {known} in {kind}")
+    return Peak(None, f"n/a: unknown device {name}; {advice}")
 
 
-def _rate(peak: Peak, dtype: torch.dtype) -> tuple[float | None, str]:
+def _rate(peaks: DevicePeaks, dtype: torch.dtype) -> tuple[float | None, str]:
     if dtype == torch.float16:
-        return peak.fp16, "fp16"
+        return peaks.fp16, "fp16"
     if dtype == torch.bfloat16:
-        return peak.bf16, "bf16"
+        return peaks.bf16, "bf16"
     if dtype == torch.float32:
         # "high" and "medium" let fp32 products run on the tensor cores where they can.
-        if peak.tf32 is not None and torch.get_float32_matmul_precision() != "highest":
-            return peak.tf32, "tf32"
-        return peak.fp32, "fp32"
+        if peaks.tf32 is not None and torch.get_float32_matmul_precision() != "highest":
+            return peaks.tf32, "tf32"
+        return peaks.fp32, "fp32"
     return None, str(dtype).removeprefix("torch.")
 
 

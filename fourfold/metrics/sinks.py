@@ -1,6 +1,6 @@
 """Metric sinks, where the records of a run go: the console, `metrics.jsonl`, TensorBoard, W&B.
 
-Everything becomes one flat record with a kind (train, eval, test, event, notice), a step and a
+Everything becomes one flat record with a kind (run, train, eval, test, event, notice), a step and a
 time, and every sink gets every record. Rank 0 opens sinks; the other ranks use `Sinks()`, which
 has nowhere to write to.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TextIO
 
 from fourfold.errors import UserError, heard_or_not
-from fourfold.metrics.jsonl import FILE_NAME, JsonLines
+from fourfold.metrics.jsonl import FILE_NAME, RUN, JsonLines, RunFacts
 from fourfold.metrics.lines import FleetXLines, LineStyle, perplexity
 from fourfold.metrics.meter import Step, timestamp
 
@@ -46,6 +46,10 @@ class Sinks:
         self._sinks = sinks
         self._step = step
         self._failing: set[str] = set()
+
+    def run(self, facts: RunFacts) -> None:
+        """For whoever reads the records; people are told in notices."""
+        self._write(RUN, asdict(facts))
 
     def train(self, record: Step) -> None:
         self._write("train", asdict(record))

@@ -21,7 +21,7 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Floats
 from fourfold.cost.workload import spread_of
 from fourfold.errors import UserError
-from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
+from fourfold.metrics.jsonl import FILE_NAME, RunFacts, read_facts, read_jsonl
 from fourfold.parallel import layout_of
 from fourfold.plan.cluster import GIB, Cluster
 from fourfold.plan.coefficients import load_coefficients
@@ -30,7 +30,6 @@ from fourfold.plan.subject import Subject, subject_of
 from fourfold.plan.suggestions import physics_check
 
 FEWEST_STEPS = 5
-LAYOUT_NOTICE = "layout: "  # begins the line of a log that names the layout
 NARROWEST_BAND = 0.08
 MOVED = ("sustained", "memory_gbps", "launch_us", "intra_gbps", "inter_gbps")
 
@@ -54,7 +53,7 @@ class RunRecord:
 
     path: Path
     world: int
-    layout: str | None  # as its log has it
+    layout: str
     times: list[tuple[int, float]]  # (global batch, seconds) of each logging window
     bytes_: float | None
 
@@ -80,7 +79,7 @@ def calibrate(
     """`path` and `overrides` are what the run was started with."""
     config = load_config(path, overrides, record.world)
     layout = str(layout_of(config))
-    if record.layout not in (None, layout):
+    if record.layout != layout:
         raise UserError(
             f"{record.path}: the run had the layout {record.layout}, but {path} gives its "
             f"{record.world} processes {layout}; name the file and the -o of the run (for a layout "
@@ -110,35 +109,32 @@ def calibrate(
 
 def read_run(run: Path) -> RunRecord:
     path = run / FILE_NAME if run.is_dir() else run
-    records = read_jsonl(path)
-    steps = [one for one in records if one.get("kind") == "train" and _is_timed(one)]
-    if not steps:
+    timed = list(_timed_steps(read_jsonl(path)))
+    if not timed:
         raise UserError(f"{path} has no timed steps; name the output directory of a run")
-    world = _world(steps[-1])
-    steps = [step for step in steps if _world(step) == world]
+    last = timed[-1][0]
+    steps = [step for facts, step in timed if facts.world_size == last.world_size]
     peaks = [step.get("peak_device_bytes") or step.get("peak_rss_bytes") for step in steps]
-    layouts = [
-        str(one.get("text")).removeprefix(LAYOUT_NOTICE).partition(" on ")[0]
-        for one in records
-        if one.get("kind") == "notice" and str(one.get("text")).startswith(LAYOUT_NOTICE)
-    ]
     return RunRecord(
         path=path,
-        world=world,
-        layout=layouts[-1] if layouts else None,
+        world=last.world_size,
+        layout=last.layout,
         times=[(int(step["global_batch_size"]), float(step["batch_seconds"])) for step in steps],
         bytes_=max((float(peak) for peak in peaks if peak), default=None),
     )
 
 
-def _world(step: dict[str, Any]) -> int:
-    """Tokens per second of all ranks over those of one."""
-    return max(1, round(step["ips_total"] / step["ips"]))
+def _timed_steps(records: list[dict[str, Any]]) -> Iterator[tuple[RunFacts, dict[str, Any]]]:
+    """Each with what the run knew of itself when it was last started."""
+    facts: RunFacts | None = None
+    for record in records:
+        facts = read_facts(record) or facts
+        if facts is not None and record.get("kind") == "train" and _is_timed(record):
+            yield facts, record
 
 
 def _is_timed(step: dict[str, Any]) -> bool:
-    names = ("batch_seconds", "ips", "ips_total", "global_batch_size")
-    return all(_is_positive(step.get(name)) for name in names)
+    return all(_is_positive(step.get(name)) for name in ("batch_seconds", "global_batch_size"))
 
 
 def _is_positive(value: object) -> bool:

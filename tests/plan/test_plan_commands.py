@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fourfold.cli.plan import _parse_fix, _parse_tokens
 from fourfold.config import load_config, read_config
 from fourfold.config.auto_constraints import read_constraints
 from fourfold.errors import ConfigError, UserError
+from fourfold.metrics.jsonl import RunFacts
 from fourfold.plan import plan as plan_of
 from fourfold.plan.auto import choose, describe_cluster
 from fourfold.plan.calibrate import Calibration, calibrate, read_run
@@ -27,6 +29,7 @@ SMALL = str(CONFIGS / "quickstart.yaml")
 # Its dp_degree and global batch follow from the number of processes.
 EIGHT = str(CONFIGS / "hybrid_parallel" / "configs_1.3B_dp8.yaml")
 DP8 = "dp8 x pp1 x sharding1 x mp1"
+DP1 = "dp1 x pp1 x sharding1 x mp1"
 
 
 def run(*arguments: str) -> Result:
@@ -225,18 +228,17 @@ def test_self_test_reaches_its_targets() -> None:
 
 
 def _write_run(
-    directory: Path, seconds: list[float], world: int = 1, batch: int = 16, layout: str = ""
+    directory: Path, seconds: list[float], world: int = 1, batch: int = 16, layout: str = DP1
 ) -> Path:
     """Records of a run as `fourfold train` writes them, as far as they are read back."""
-    lines = [{"kind": "notice", "text": f"layout: {layout} on cpu, float32"}] if layout else []
+    facts = RunFacts(layout=layout, world_size=world, peak_flops=None, peak_source="n/a")
+    lines = [{"kind": "run"} | asdict(facts)]
     lines += [
         {
             "kind": "train",
             "step": i + 1,
             "batch_seconds": s,
             "global_batch_size": batch,
-            "ips_total": 1000.0 / s,
-            "ips": 1000.0 / s / world,
             "peak_rss_bytes": 10**9,
         }
         for i, s in enumerate(seconds)

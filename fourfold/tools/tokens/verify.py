@@ -152,13 +152,14 @@ def _open(
             f"{prefix}: exists in more than one format ({', '.join(present)}); move one away"
         )
         return None
-    file = next(file for file in files_of(prefix, present[0]) if file.exists())
+    files = files_of(prefix, present[0])
+    recorded_files = {record.file for record in records_of(manifest, prefix)} if manifest else set()
+    if any(not file.exists() and file in recorded_files for file in files):
+        return None  # reported missing already
     try:
-        (dataset,) = open_datasets(file)
+        (dataset,) = open_datasets(next(file for file in files if file.exists()))
     except DataError as error:
-        # A missing file may have been named by the manifest check.
-        if not any(problem.startswith(str(error).split(";")[0]) for problem in result.problems):
-            result.problems.append(str(error))
+        result.problems.append(str(error))
         return None
     return dataset
 
