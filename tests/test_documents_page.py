@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import yaml
 
 import fourfold.compat
 from fourfold.cli import app
-from fourfold.compat.flags import FlagParser
+from fourfold.compat.flags import FlagParser, Flags
 from fourfold.compat.paddle_launch import read_job
 from fourfold.config.compat_keys import USUAL
 from fourfold.config.fields import leaves
@@ -94,9 +94,9 @@ def flags_of(read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> set[s
     """Every flag a program takes or refuses by name."""
     flags: set[str] = set()
 
-    def listen(reader: FlagParser, arguments: Sequence[str], refused: Any = None) -> dict[str, Any]:
-        flags.update(reader._option_string_actions, refused or ())
-        return {}
+    def listen(parser: FlagParser, _: Any, required: Any, refused: Any = None) -> Flags:
+        flags.update(parser._option_string_actions, refused or ())
+        raise UserError("only the flags were asked for")
 
     monkeypatch.setattr(FlagParser, "read", listen)
     takes_name = "program" in inspect.signature(read).parameters

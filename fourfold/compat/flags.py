@@ -1,7 +1,9 @@
-"""The flags of another program: parsed as it parses them, and turned into a configuration file.
+"""The flags of another program: a table of them, their parser, and the configuration they become.
 
-`FlagParser` knows every flag of the program and takes no other. Only flags that were given have a
-value, under the name they were given by, so a default can be told from a choice.
+Both programs whose runs we take over are described in one format: a `Flag` for each flag, with its
+kind, its meaning and the program's default, and a mapping of the flags that are keys of ours under
+another name. `FlagParser` knows the flags of a table and takes no other; `Flags` gives each its
+value and can tell a default from a choice.
 
 `Translation` writes a file in which each value names the flag it came from. It is written into the
 run's directory and trained from, so there is no second way into a run: what the flags meant can be
@@ -14,10 +16,10 @@ import argparse
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import yaml
 
@@ -43,27 +45,99 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
+def true_or_false(text: str) -> bool:
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+# A function that reads the value, the words to choose from, or a switch that takes no value. What
+# is `true_or_false` may stand without its value, which then is true.
+Kind = Callable[[str], Any] | Sequence[str] | Literal["switch"]
+METAVARS: dict[Any, str] = {whole: "N", number: "X", true_or_false: "true|false"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A row of a program's table; --help shows the meaning and the default."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    default: Any = None  # the program's; None if it has none, or one that is derived
+    metavar: str | tuple[str, ...] | None = None
+    nargs: int | str | None = None
+    short: str | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        names = [self.name] if self.short is None else [self.short, self.name]
+        parser.add_argument(
+            *names, dest=self.name, default=argparse.SUPPRESS, help=self._help(), **self._options()
+        )
+
+    def _help(self) -> str:
+        if self.default is None or isinstance(self.default, bool):
+            return self.meaning
+        values = self.default if isinstance(self.default, list) else [self.default]
+        shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        return f"{self.meaning} ({' '.join(shown)})"
+
+    def _options(self) -> dict[str, Any]:
+        if self.kind == "switch":
+            return {"action": "store_true"}
+        if not callable(self.kind):
+            return {"choices": self.kind, "metavar": self.metavar or "|".join(self.kind)}
+        options = {"type": self.kind, "metavar": self.metavar or METAVARS.get(self.kind, "VALUE")}
+        if self.kind is true_or_false:
+            return {**options, "nargs": "?", "const": True}
+        return options if self.nargs is None else {**options, "nargs": self.nargs}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of a command line, by their names with or without the dashes.
+
+    `flags[name]` is what was given, else the program's default, else None; `name in flags` asks
+    whether it was given.
+    """
+
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        name = f"--{name.removeprefix('--')}"
+        return self.given.get(name, self.defaults.get(name))
+
+    def __contains__(self, name: str) -> bool:
+        return f"--{name.removeprefix('--')}" in self.given
+
+    def origin(self, name: str) -> str:
+        """How a reader of the configuration finds the flag."""
+        flag = f"--{name.removeprefix('--')}"
+        return flag if flag in self.given else f"{flag} by default"
+
+    def shown(self, name: str) -> str:
+        return f"--{name.removeprefix('--')} {self[name]}"
+
+
 class FlagParser(argparse.ArgumentParser):
     """`argparse` without abbreviations, defaults or an exit of its own."""
 
-    def __init__(self, program: str, description: str) -> None:
+    def __init__(self, program: str, description: str, table: Iterable[Flag]) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)
-
-    def switch(self, flag: str, meaning: str) -> None:
-        self.add_argument(
-            flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=meaning
-        )
-
-    def value(self, flag: str, meaning: str, **options: Any) -> None:
-        """`options` are those of `add_argument`: type, choices, nargs."""
-        kind = getattr(options.get("type"), "__name__", "")
-        options.setdefault("metavar", {"whole": "N", "number": "X"}.get(kind, "VALUE"))
-        self.add_argument(flag, dest=flag, default=argparse.SUPPRESS, help=meaning, **options)
+        self.table = list(table)
+        for flag in self.table:
+            flag.add_to(self)
 
     def read(
-        self, arguments: Sequence[str], refused: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
-        """The given flags; `refused` says of flags that exist elsewhere what to do instead."""
+        self,
+        arguments: Sequence[str],
+        required: Iterable[str],
+        refused: Mapping[str, str] | None = None,
+    ) -> Flags:
+        """The flags; `refused` says of those that exist elsewhere what to do instead."""
         refused = refused or {}
         for word in arguments:
             flag = word.partition("=")[0]
@@ -72,7 +146,9 @@ class FlagParser(argparse.ArgumentParser):
         given, strange = self.parse_known_args(list(arguments))
         if strange:
             self._refuse(strange, refused)
-        return vars(given)
+        if missing := [flag for flag in required if flag not in given]:
+            raise UserError(f"{' and '.join(missing)} missing; {self.prog} --help lists all flags")
+        return Flags(vars(given), {flag.name: flag.default for flag in self.table})
 
     def _refuse(self, strange: list[str], others: Iterable[str]) -> NoReturn:
         flag = next((word for word in strange if word.startswith("--")), None)
@@ -83,7 +159,7 @@ class FlagParser(argparse.ArgumentParser):
             )
         name = flag.partition("=")[0]
         known = [*self._option_string_actions, *others]
-        hint = did_you_mean(nearest(name, known)) or f"; {self.prog} --help lists those it has"
+        hint = did_you_mean(nearest(name, known)) or f"; {self.prog} --help lists all flags"
         raise UserError(f"{name}: unknown flag{hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -103,6 +179,13 @@ class Translation:
     def set(self, key: str, value: Any, flag: str) -> None:
         """`flag` is what the reader of the file looks for: `--max_lr`, or why there is none."""
         self.values[key] = (value, flag)
+
+    def set_keys(self, flags: Flags, keys: Mapping[str, str]) -> None:
+        """Every flag that is a key under another name, unless it is neither given nor has a
+        default."""
+        for name, key in keys.items():
+            if flags[name] is not None:
+                self.set(key, flags[name], flags.origin(name))
 
     def problems(self, doubtful: Collection[str] = ()) -> list[str]:
         """Why no run can be made of these values, in the words of the flags.

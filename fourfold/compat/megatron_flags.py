@@ -1,112 +1,167 @@
-"""Which flags `pretrain_gpt.py` of Megatron-DeepSpeed takes, and which of them go together.
+"""The flags of Megatron-DeepSpeed's `pretrain_gpt.py`, and which of them go together.
 
-`read_flags` gives those that were given, checked as Megatron checks them. Flags that Megatron has
-and Fourfold cannot honour are refused with what to do; those that leave Fourfold nothing to choose
-are `WITHOUT_EFFECT`.
+`read_flags` checks what was given as Megatron does. Flags that Megatron has and Fourfold cannot
+honour are `REFUSED`, with what to do instead; those that leave Fourfold nothing to choose are taken
+and have no effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from fourfold.compat.flags import FlagParser, number, whole
+from fourfold.compat.flags import Flag, FlagParser, Flags, number, whole
 from fourfold.errors import UserError
 
 PROGRAM = "pretrain_gpt.py"
-Given = dict[str, Any]
 
 
 def _words(text: str) -> list[str]:
     return text.split()
 
 
-# Flag and its meaning, as --help shows it.
-WHOLE = {
-    "--tensor-model-parallel-size": "ranks that share each layer (1)",
-    "--pipeline-model-parallel-size": "ranks that each hold some of the layers (1)",
-    "--num-layers-per-virtual-pipeline-stage": "layers of a stage, for several stages per rank",
-    "--num-layers": "transformer layers",
-    "--hidden-size": "width of the residual stream",
-    "--ffn-hidden-size": "width inside the feed-forward block (4 x hidden size)",
-    "--num-attention-heads": "attention heads",
-    "--seq-length": "tokens per sample",
-    "--max-position-embeddings": "learned positions, at least --seq-length",
-    "--micro-batch-size": "samples per forward pass",
-    "--global-batch-size": "samples per step over all ranks (micro-batch size x data ranks)",
-    "--train-samples": "samples of the whole run",
-    "--train-iters": "steps of the whole run, in place of --train-samples",
-    "--lr-decay-samples": "samples after which the learning rate is --min-lr (the whole run)",
-    "--lr-decay-iters": "the same in steps, with --train-iters",
-    "--lr-warmup-samples": "samples over which the learning rate rises (0)",
-    "--lr-warmup-iters": "the same in steps, with --train-iters",
-    "--make-vocab-size-divisible-by": "pad the vocabulary to a multiple of it x tensor ranks (128)",
-    "--vocab-size": "size of the vocabulary, with NullTokenizer",
-    "--seed": "seed of weights, order and dropout (1234)",
-    "--log-interval": "steps between log lines (100)",
-    "--save-interval": "steps between checkpoints (only at the end)",
-    "--eval-interval": "steps between evaluations (1000)",
-    "--eval-iters": "batches of an evaluation (100)",
-    "--recompute-num-layers": "layers recomputed together; always 1 here",
-    "--distributed-timeout-minutes": "how long a rank may wait for the others (10)",
-}
-NUMBERS = {
-    "--lr": "learning rate after the warm-up",
-    "--min-lr": "learning rate at the end (0)",
-    "--lr-warmup-fraction": "warm-up as a share of the decay",
-    "--clip-grad": "largest norm of the gradient (1.0)",
-    "--weight-decay": "decoupled weight decay (0.01)",
-    "--adam-beta1": "decay of the average of gradients (0.9)",
-    "--adam-beta2": "decay of the average of squared gradients (0.999)",
-    "--adam-eps": "added to the denominator of the update (1e-8)",
-    "--init-method-std": "standard deviation of the initial weights (0.02)",
-    "--initial-loss-scale": "loss scale to begin with, for --fp16",
-    "--hidden-dropout": "dropout of embeddings and blocks (0.1)",
-    "--attention-dropout": "dropout of attention probabilities (0.1)",
-}
-TEXTS = {
-    "--split": "shares of the documents for training, validation and test (969, 30, 1)",
-    "--data-cache-path": "directory of the sample indices",
-    "--vocab-file": "GPT-2's vocab.json",
-    "--merge-file": "GPT-2's merges.txt",
-    "--tokenizer-model": "tokenizer.json or its directory, with HuggingFaceTokenizer",
-    "--save": "directory of checkpoints, logs and config.yaml",
-    "--load": "directory to start from, if it has checkpoints",
-    "--tensorboard-dir": "directory of TensorBoard event files",
-}
-LISTS = {
-    "--data-path": "token files, divided by --split",
-    "--train-data-path": "token files to train on, in place of --data-path",
-    "--valid-data-path": "token files to validate on",
-    "--test-data-path": "token files to test on",
-}
-CHOICES = {
-    "--lr-decay-style": (["cosine", "linear", "constant"], "how the learning rate falls (linear)"),
-    "--tokenizer-type": (
-        ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
+FLAGS = (
+    # The network.
+    Flag("--num-layers", whole, "transformer layers"),
+    Flag("--hidden-size", whole, "width of the residual stream"),
+    Flag("--ffn-hidden-size", whole, "width inside the feed-forward block (4 x hidden size)"),
+    Flag("--num-attention-heads", whole, "attention heads"),
+    Flag("--seq-length", whole, "tokens per sample"),
+    Flag("--max-position-embeddings", whole, "learned positions, at least --seq-length"),
+    Flag("--init-method-std", number, "standard deviation of the initial weights", 0.02),
+    Flag("--hidden-dropout", number, "dropout of embeddings and blocks", 0.1),
+    Flag("--attention-dropout", number, "dropout of attention probabilities", 0.1),
+    Flag("--seed", whole, "seed of weights, order and dropout", 1234),
+    # The layout.
+    Flag("--tensor-model-parallel-size", whole, "ranks that share each layer", 1),
+    Flag("--pipeline-model-parallel-size", whole, "ranks that each hold some of the layers", 1),
+    Flag(
+        "--num-layers-per-virtual-pipeline-stage",
+        whole,
+        "layers of a stage, where a rank has several",
+    ),
+    Flag("--sequence-parallel", "switch", "split activations along the sequence too"),
+    Flag("--use-distributed-optimizer", "switch", "divide the optimizer state over data ranks"),
+    Flag("--recompute-granularity", ("full", "selective"), "recompute layers, or attention only"),
+    Flag("--recompute-method", ("uniform",), "with --recompute-granularity full"),
+    Flag("--recompute-num-layers", whole, "layers recomputed together; changes nothing", 1),
+    Flag("--recompute-activations", "switch", "the same as --recompute-granularity selective"),
+    Flag("--checkpoint-activations", "switch", "the same as --recompute-granularity full"),
+    Flag("--distributed-timeout-minutes", whole, "how long a rank may wait for the others (10)"),
+    # Batches and length.
+    Flag("--micro-batch-size", whole, "samples per forward pass"),
+    Flag("--global-batch-size", whole, "samples per step (micro-batch size x data ranks)"),
+    Flag(
+        "--rampup-batch-size",
+        whole,
+        "the global batch grows from START by INCREMENT over SAMPLES",
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+    ),
+    Flag("--train-samples", whole, "samples of the whole run"),
+    Flag("--train-iters", whole, "steps of the whole run, in place of --train-samples"),
+    # The optimizer.
+    Flag("--lr", number, "learning rate after the warm-up"),
+    Flag("--min-lr", number, "learning rate at the end", 0.0),
+    Flag("--lr-decay-style", ("cosine", "linear", "constant"), "how the rate falls", "linear"),
+    Flag("--lr-decay-samples", whole, "samples until the rate is --min-lr (the whole run)"),
+    Flag("--lr-decay-iters", whole, "the same in steps, with --train-iters"),
+    Flag("--lr-warmup-samples", whole, "samples over which the learning rate rises", 0),
+    Flag("--lr-warmup-iters", whole, "the same in steps, with --train-iters", 0),
+    Flag("--lr-warmup-fraction", number, "warm-up as a share of the decay"),
+    Flag("--clip-grad", number, "largest norm of the gradient", 1.0),
+    Flag("--weight-decay", number, "decoupled weight decay", 0.01),
+    Flag("--adam-beta1", number, "decay of the average of gradients", 0.9),
+    Flag("--adam-beta2", number, "decay of the average of squared gradients", 0.999),
+    Flag("--adam-eps", number, "added to the denominator of the update", 1e-8),
+    Flag("--optimizer", ("adam",), "changes nothing: the optimizer is AdamW"),
+    Flag("--fp16", "switch", "train in float16 with fp32 master weights"),
+    Flag("--bf16", "switch", "train in bfloat16"),
+    Flag("--initial-loss-scale", number, "loss scale to begin with, for --fp16"),
+    # The data.
+    Flag(
+        "--data-path",
+        str,
+        "token files, divided by --split: prefixes, or weights and prefixes",
+        nargs="+",
+        metavar="PREFIX",
+    ),
+    Flag("--train-data-path", str, "token files to train on", nargs="+", metavar="PREFIX"),
+    Flag("--valid-data-path", str, "token files to validate on", nargs="+", metavar="PREFIX"),
+    Flag("--test-data-path", str, "token files to test on", nargs="+", metavar="PREFIX"),
+    Flag("--split", str, "shares of documents to train, validate and test on", "969, 30, 1"),
+    Flag("--data-cache-path", str, "directory of the sample indices"),
+    Flag("--data-impl", ("mmap", "infer"), "changes nothing: files are memory-mapped"),
+    Flag("--reset-position-ids", "switch", "count positions from 0 after each end of text", False),
+    Flag("--reset-attention-mask", "switch", "let no token attend beyond its own document", False),
+    Flag("--eod-mask-loss", "switch", "no loss where the end of text is read", False),
+    Flag(
+        "--tokenizer-type",
+        ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
         "which tokenizer the data was made with; NullTokenizer knows only its size",
     ),
-    "--recompute-granularity": (
-        ["full", "selective"],
-        "recompute whole layers, or attention only, in the backward pass",
+    Flag("--vocab-file", str, "GPT-2's vocab.json"),
+    Flag("--merge-file", str, "GPT-2's merges.txt"),
+    Flag("--tokenizer-model", str, "tokenizer.json or its directory, with HuggingFaceTokenizer"),
+    Flag("--vocab-size", whole, "size of the vocabulary, with NullTokenizer"),
+    Flag(
+        "--make-vocab-size-divisible-by",
+        whole,
+        "pad the vocabulary to a multiple of it x tensor ranks",
+        128,
     ),
-    "--recompute-method": (["uniform"], "with --recompute-granularity full"),
-    "--data-impl": (["mmap", "infer"], "changes nothing: files are memory-mapped"),
-    "--optimizer": (["adam"], "changes nothing: the optimizer is AdamW"),
-}
-SWITCHES = {
-    "--fp16": "train in float16 with fp32 master weights",
-    "--bf16": "train in bfloat16",
-    "--sequence-parallel": "split activations along the sequence too, over the tensor ranks",
-    "--recompute-activations": "the same as --recompute-granularity selective",
-    "--checkpoint-activations": "the same as --recompute-granularity full",
-    "--use-distributed-optimizer": "divide the optimizer state over the data ranks",
-    "--reset-position-ids": "count positions from 0 after each end of text",
-    "--reset-attention-mask": "let no token attend beyond its own document",
-    "--eod-mask-loss": "leave positions that read the end of text out of the loss",
+    # Checkpoints, evaluation and logs.
+    Flag("--save", str, "directory of checkpoints, logs and config.yaml", "./output"),
+    Flag("--load", str, "directory to start from, if it has checkpoints"),
+    Flag("--save-interval", whole, "steps between checkpoints; 0 saves only at the end", 0),
+    Flag("--eval-interval", whole, "steps between evaluations", 1000),
+    Flag("--eval-iters", whole, "batches of an evaluation", 100),
+    Flag("--log-interval", whole, "steps between log lines", 100),
+    Flag("--tensorboard-dir", str, "directory of TensorBoard event files"),
+)
+# Flags that are keys of ours under another name.
+KEYS = {
+    "--seed": "Global.seed",
+    "--num-layers": "Model.num_layers",
+    "--hidden-size": "Model.hidden_size",
+    "--ffn-hidden-size": "Model.ffn_hidden_size",
+    "--num-attention-heads": "Model.num_attention_heads",
+    "--max-position-embeddings": "Model.max_position_embeddings",
+    "--init-method-std": "Model.initializer_range",
+    "--hidden-dropout": "Model.hidden_dropout_prob",
+    "--attention-dropout": "Model.attention_probs_dropout_prob",
+    "--sequence-parallel": "Model.sequence_parallel",
+    "--tensor-model-parallel-size": "Distributed.mp_degree",
+    "--pipeline-model-parallel-size": "Distributed.pp_degree",
+    "--seq-length": "Data.dataset.max_seq_len",
+    "--split": "Data.dataset.split",
+    "--data-path": "Data.dataset.input_dir",
+    "--train-data-path": "Data.dataset.train_data",
+    "--valid-data-path": "Data.dataset.valid_data",
+    "--test-data-path": "Data.dataset.test_data",
+    "--data-cache-path": "Data.dataset.cache_dir",
+    "--eod-mask-loss": "Data.dataset.eod_mask_loss",
+    "--reset-position-ids": "Data.dataset.reset_position_ids",
+    "--reset-attention-mask": "Data.dataset.reset_attention_mask",
+    "--micro-batch-size": "Data.batch_size.micro_batch_size",
+    "--global-batch-size": "Data.batch_size.global_batch_size",
+    "--rampup-batch-size": "Data.batch_size.rampup",
+    "--weight-decay": "Optimizer.weight_decay",
+    "--adam-beta1": "Optimizer.adam_beta1",
+    "--adam-beta2": "Optimizer.adam_beta2",
+    "--adam-eps": "Optimizer.adam_epsilon",
+    "--clip-grad": "Optimizer.grad_clip",
+    "--lr": "Optimizer.lr.max_lr",
+    "--min-lr": "Optimizer.lr.min_lr",
+    "--lr-decay-style": "Optimizer.lr.decay_style",
+    "--train-iters": "Engine.max_steps",
+    "--train-samples": "Engine.train_samples",
+    "--log-interval": "Engine.logging_freq",
+    "--save-interval": "Engine.save_load.save_steps",
+    "--save": "Engine.save_load.output_dir",
+    "--tensorboard-dir": "Engine.tensorboard_dir",
 }
 # What they ask for is always so, is decided by the device, or has nothing here to switch off.
-WITHOUT_EFFECT = _words("""
+SWITCHES_WITHOUT_EFFECT = _words("""
     --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
     --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
     --no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce
@@ -116,7 +171,7 @@ WITHOUT_EFFECT = _words("""
     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard
     --log-batch-size-to-tensorboard
 """)
-WITHOUT_EFFECT_WITH_VALUE = _words("""
+VALUES_WITHOUT_EFFECT = _words("""
     --distributed-backend --DDP-impl --num-workers --local_rank --local-rank
     --tensorboard-queue-size --tensorboard-log-interval --timing-log-level
 """)
@@ -176,69 +231,44 @@ REQUIRED = _words("""
 """)
 
 
-def read_flags(arguments: Sequence[str]) -> Given:
+def read_flags(arguments: Sequence[str]) -> Flags:
     """The flags given, each legal by itself and together."""
-    given = _reader().read(arguments, REFUSED)
-    if missing := [flag for flag in REQUIRED if flag not in given]:
-        raise UserError(f"{' and '.join(missing)} missing; every run needs them")
-    _check_sizes(given)
-    _check_length(given)
-    _check_learning_rate(given)
-    _check_data(given)
-    _check_tokenizer(given)
-    _exclusive(given, "--fp16", "--bf16")
-    return given
-
-
-def without_effect(given: Given) -> list[str]:
-    known = (*WITHOUT_EFFECT, *WITHOUT_EFFECT_WITH_VALUE, "--data-impl", "--optimizer")
-    return [flag for flag in given if flag in known]
-
-
-def _reader() -> FlagParser:
-    flags = FlagParser(
+    parser = FlagParser(
         PROGRAM,
         "Train a GPT by the flags of Megatron-DeepSpeed's pretrain_gpt.py. They become a "
         "config.yaml in the directory of --save, which names the flag behind each value.",
+        [
+            *FLAGS,
+            *(Flag(name, "switch", "changes nothing") for name in SWITCHES_WITHOUT_EFFECT),
+            *(Flag(name, str, "changes nothing") for name in VALUES_WITHOUT_EFFECT),
+        ],
     )
-    for flag, meaning in WHOLE.items():
-        flags.value(flag, meaning, type=whole)
-    for flag, meaning in NUMBERS.items():
-        flags.value(flag, meaning, type=number)
-    for flag, meaning in TEXTS.items():
-        flags.value(flag, meaning)
-    for flag, meaning in LISTS.items():
-        said = f"{meaning}: prefixes, or weights and prefixes"
-        flags.value(flag, said, nargs="+", metavar="PREFIX")
-    for flag, (choices, meaning) in CHOICES.items():
-        flags.value(flag, meaning, choices=choices, metavar="|".join(choices))
-    flags.value(
-        "--rampup-batch-size",
-        "the global batch grows from START by INCREMENT over SAMPLES",
-        type=whole,
-        nargs=3,
-        metavar=("START", "INCREMENT", "SAMPLES"),
-    )
-    for flag, meaning in SWITCHES.items():
-        flags.switch(flag, meaning)
-    for flag in WITHOUT_EFFECT:
-        flags.switch(flag, "changes nothing")
-    for flag in WITHOUT_EFFECT_WITH_VALUE:
-        flags.value(flag, "changes nothing")
+    flags = parser.read(arguments, REQUIRED, REFUSED)
+    _check_sizes(flags)
+    _check_length(flags)
+    _check_learning_rate(flags)
+    _check_data(flags)
+    _check_tokenizer(flags)
+    _exclusive(flags, "--fp16", "--bf16")
     return flags
 
 
-def _check_sizes(given: Given) -> None:
+def without_effect(flags: Flags) -> list[str]:
+    known = (*SWITCHES_WITHOUT_EFFECT, *VALUES_WITHOUT_EFFECT, "--data-impl", "--optimizer")
+    return [flag for flag in flags.given if flag in known]
+
+
+def _check_sizes(flags: Flags) -> None:
     may_be_zero = ("--seed", "--eval-iters", "--eval-interval", "--save-interval")
-    for flag in WHOLE:
+    for flag in [flag.name for flag in FLAGS if flag.kind is whole and flag.nargs is None]:
         zero_too = flag in may_be_zero or flag.startswith("--lr-warmup")
-        if flag in given and given[flag] < (0 if zero_too else 1):
-            raise UserError(f"{flag} {given[flag]}: choose {0 if zero_too else 1} or more")
+        if flag in flags and flags[flag] < (0 if zero_too else 1):
+            raise UserError(f"{flag} {flags[flag]}: choose {0 if zero_too else 1} or more")
     for flag in ("--recompute-method", "--recompute-num-layers"):
-        if flag in given and given.get("--recompute-granularity") != "full":
+        if flag in flags and flags["--recompute-granularity"] != "full":
             raise UserError(f"{flag} goes with --recompute-granularity full; add that")
-    pp = given.get("--pipeline-model-parallel-size", 1)
-    per_stage = given.get("--num-layers-per-virtual-pipeline-stage")
+    pp = flags["--pipeline-model-parallel-size"]
+    per_stage = flags["--num-layers-per-virtual-pipeline-stage"]
     if per_stage is None:
         return
     if pp == 1:
@@ -246,47 +276,47 @@ def _check_sizes(given: Given) -> None:
             "--num-layers-per-virtual-pipeline-stage needs a pipeline; give "
             "--pipeline-model-parallel-size 2 or more, or leave it out"
         )
-    if given["--num-layers"] % (pp * per_stage):
+    if flags["--num-layers"] % (pp * per_stage):
         raise UserError(
             f"--num-layers-per-virtual-pipeline-stage {per_stage} on {pp} pipeline ranks does not "
-            f"divide --num-layers {given['--num-layers']}; choose a number for which "
+            f"divide --num-layers {flags['--num-layers']}; choose a number for which "
             f"{pp} times it does"
         )
 
 
-def _check_length(given: Given) -> None:
-    _exclusive(given, "--train-samples", "--train-iters")
-    if "--train-samples" not in given and "--train-iters" not in given:
+def _check_length(flags: Flags) -> None:
+    _exclusive(flags, "--train-samples", "--train-iters")
+    if "--train-samples" not in flags and "--train-iters" not in flags:
         raise UserError("--train-samples or --train-iters missing; say how long the run is")
-    if "--rampup-batch-size" in given and "--train-samples" not in given:
+    if "--rampup-batch-size" in flags and "--train-samples" not in flags:
         raise UserError(
             "--rampup-batch-size goes with --train-samples only: a batch that grows makes "
             "iterations of unequal size; give --train-samples in place of --train-iters"
         )
-    if "--rampup-batch-size" in given and "--global-batch-size" not in given:
+    if "--rampup-batch-size" in flags and "--global-batch-size" not in flags:
         raise UserError("--rampup-batch-size grows to --global-batch-size; give that too")
 
 
-def _check_learning_rate(given: Given) -> None:
-    by_samples = "--train-samples" in given
+def _check_learning_rate(flags: Flags) -> None:
+    by_samples = "--train-samples" in flags
     kind, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for name in ("--lr-decay", "--lr-warmup"):
-        if f"{name}-{other}" in given:
+        if f"{name}-{other}" in flags:
             raise UserError(f"{name}-{other} does not go with --train-{kind}; give {name}-{kind}")
-    _exclusive(given, "--lr-warmup-fraction", f"--lr-warmup-{kind}")
-    if given["--lr"] < given.get("--min-lr", 0.0):
+    _exclusive(flags, "--lr-warmup-fraction", f"--lr-warmup-{kind}")
+    if flags["--lr"] < flags["--min-lr"]:
         raise UserError(
-            f"--min-lr {given['--min-lr']:g} is above --lr {given['--lr']:g}; the rate falls from "
+            f"--min-lr {flags['--min-lr']:g} is above --lr {flags['--lr']:g}; the rate falls from "
             "--lr to --min-lr"
         )
-    if not 0 <= given.get("--lr-warmup-fraction", 0.0) < 1:
+    if not 0 <= (flags["--lr-warmup-fraction"] or 0.0) < 1:
         raise UserError(
-            f"--lr-warmup-fraction {given['--lr-warmup-fraction']:g}: choose at least 0 and less "
+            f"--lr-warmup-fraction {flags['--lr-warmup-fraction']:g}: choose at least 0 and less "
             "than 1"
         )
     decay_flag = f"--lr-decay-{kind}"
-    decay = given.get(decay_flag, given[f"--train-{kind}"])
-    warmup = given.get(f"--lr-warmup-{kind}", 0)
+    decay = flags[decay_flag if decay_flag in flags else f"--train-{kind}"]
+    warmup = flags[f"--lr-warmup-{kind}"]
     if warmup >= decay:
         raise UserError(
             f"--lr-warmup-{kind} {warmup} is not less than {decay_flag} {decay}, after which the "
@@ -294,29 +324,28 @@ def _check_learning_rate(given: Given) -> None:
         )
 
 
-def _check_data(given: Given) -> None:
-    own = [flag for flag in list(LISTS)[1:] if flag in given]
-    if "--data-path" in given and own:
-        _exclusive(given, "--data-path", own[0])
-    if "--data-path" not in given and "--train-data-path" not in given:
+def _check_data(flags: Flags) -> None:
+    for part in ("train", "valid", "test"):
+        _exclusive(flags, "--data-path", f"--{part}-data-path")
+    if "--data-path" not in flags and "--train-data-path" not in flags:
         raise UserError("--data-path missing; name the token files to train on")
 
 
-def _check_tokenizer(given: Given) -> None:
+def _check_tokenizer(flags: Flags) -> None:
     """That there is a vocabulary; the files of the other types are checked where they are read."""
-    is_null = given["--tokenizer-type"] == "NullTokenizer"
-    if is_null and "--vocab-size" not in given:
+    is_null = flags["--tokenizer-type"] == "NullTokenizer"
+    if is_null and "--vocab-size" not in flags:
         raise UserError("--tokenizer-type NullTokenizer needs --vocab-size; add it")
-    if not is_null and "--vocab-size" in given:
+    if not is_null and "--vocab-size" in flags:
         raise UserError(
-            f"--vocab-size goes with --tokenizer-type NullTokenizer; {given['--tokenizer-type']} "
+            f"--vocab-size goes with --tokenizer-type NullTokenizer; {flags['--tokenizer-type']} "
             "knows its own, leave it out"
         )
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-model"):
-        if is_null and flag in given:
+        if is_null and flag in flags:
             raise UserError(f"{flag} does not go with --tokenizer-type NullTokenizer; leave it out")
 
 
-def _exclusive(given: Given, first: str, second: str) -> None:
-    if first in given and second in given:
+def _exclusive(flags: Flags, first: str, second: str) -> None:
+    if first in flags and second in flags:
         raise UserError(f"{first} and {second} exclude each other; leave one of them out")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fourfold.compat.flags import FlagParser, whole
+from fourfold.compat.flags import Flag, FlagParser, Flags, whole
 from fourfold.errors import UserError, report
 
 if TYPE_CHECKING:
@@ -39,48 +39,49 @@ REFUSED = {
 }
 
 
-def read_flags(arguments: Sequence[str]) -> dict[str, Any]:
-    flags = FlagParser(PROGRAM, "JSON lines to the token files Megatron and Fourfold train on.")
-    flags.value("--input", "JSON lines (also .gz or .zst), or a glob in quotes.", metavar="PATH")
-    flags.value("--output-prefix", "Where the token files go, without key and ending.")
-    flags.value("--json-keys", "Keys that hold text; files for each.", nargs="+", metavar="KEY")
-    flags.value("--tokenizer-type", f"{_TOKENIZERS}.", metavar="TYPE")
-    flags.value("--vocab-file", "GPT-2's vocab.json.", metavar="FILE")
-    flags.value("--merge-file", "GPT-2's merges.txt.", metavar="FILE")
-    flags.value("--tokenizer-model", "A tokenizer.json or its directory.", metavar="PATH")
-    flags.switch("--append-eod", "End each document with <|endoftext|>.")
-    flags.value("--workers", "Processes.", type=whole)
-    flags.value("--partitions", "Divides --workers; changes nothing else.", type=whole)
-    flags.switch("--keep-sequential-samples", "Keep the order of the input; always so.")
-    flags.value("--dataset-impl", "mmap.", metavar="mmap")
-    flags.value("--log-interval", "Documents between lines of progress (1000).", type=whole)
-    flags.switch("--overwrite", "Replace what is there, begun or finished.")
-    given = flags.read(arguments, REFUSED)
-    missing = [flag for flag in REQUIRED if flag not in given]
-    if missing:
-        raise UserError(f"{' and '.join(missing)} missing; {PROGRAM} --help lists all flags")
-    _check(given)
-    return given
+FLAGS = (
+    Flag("--input", str, "JSON lines (also .gz or .zst), or a glob in quotes", metavar="PATH"),
+    Flag("--output-prefix", str, "where the token files go, without key and ending"),
+    Flag("--json-keys", str, "keys that hold text; files for each", ["text"], "KEY", nargs="+"),
+    Flag("--tokenizer-type", str, _TOKENIZERS, metavar="TYPE"),
+    Flag("--vocab-file", str, "GPT-2's vocab.json", metavar="FILE"),
+    Flag("--merge-file", str, "GPT-2's merges.txt", metavar="FILE"),
+    Flag("--tokenizer-model", str, "a tokenizer.json or its directory", metavar="PATH"),
+    Flag("--append-eod", "switch", "end each document with <|endoftext|>"),
+    Flag("--workers", whole, "number of processes"),
+    Flag("--partitions", whole, "divides --workers; changes nothing else", 1),
+    Flag("--keep-sequential-samples", "switch", "keep the order of the input; always so"),
+    Flag("--dataset-impl", str, "format of the files", "mmap", metavar="mmap"),
+    Flag("--log-interval", whole, "documents between lines of progress", 1000),
+    Flag("--overwrite", "switch", "replace what is there, begun or finished"),
+)
 
 
-def tokenizer_place(given: dict[str, Any]) -> str | tuple[str, str]:
+def read_flags(arguments: Sequence[str]) -> Flags:
+    about = "JSON lines to the token files Megatron and Fourfold train on."
+    flags = FlagParser(PROGRAM, about, FLAGS).read(arguments, REQUIRED, REFUSED)
+    _check(flags)
+    return flags
+
+
+def tokenizer_place(flags: Flags) -> str | tuple[str, str]:
     """Where `Tokenizer.load` finds what --tokenizer-type and the flags beside it name."""
-    kind = given["--tokenizer-type"]
+    kind = flags["--tokenizer-type"]
     if kind == "GPT2BPETokenizer":
         wanted = ["--vocab-file", "--merge-file"]
     elif kind == "HuggingFaceTokenizer":
         wanted = ["--tokenizer-model"]
     else:
         raise UserError(f"--tokenizer-type {kind} is not supported; choose {_TOKENIZERS}")
-    missing = [flag for flag in wanted if flag not in given]
+    missing = [flag for flag in wanted if flag not in flags]
     if missing:
         raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add it")
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-model"):
-        if flag in given and flag not in wanted:
+        if flag in flags and flag not in wanted:
             raise UserError(f"{flag} does not go with --tokenizer-type {kind}; leave it out")
     if len(wanted) == 1:
-        return str(given[wanted[0]])
-    return str(given[wanted[0]]), str(given[wanted[1]])
+        return str(flags[wanted[0]])
+    return str(flags[wanted[0]]), str(flags[wanted[1]])
 
 
 def preprocess(arguments: Sequence[str]) -> None:
@@ -89,18 +90,18 @@ def preprocess(arguments: Sequence[str]) -> None:
     from fourfold.tools.prepare.manifest import dropped_summary
     from fourfold.tools.prepare.pipeline import dataset_prefix, prepare_files
 
-    given = read_flags(arguments)
-    if given.get("--partitions", 1) > 1:
+    flags = read_flags(arguments)
+    if flags["--partitions"] > 1:
         print(
-            f"--partitions {given['--partitions']} changes nothing: all workers share the input "
+            f"--partitions {flags['--partitions']} changes nothing: all workers share the input "
             "without copies of it, and documents keep its order",
             file=sys.stderr,
         )
-    files = find_inputs([given["--input"]], kind="json")
-    for key in given.get("--json-keys", ["text"]):
-        lines = ProgressLines(given.get("--log-interval", 1000))
-        manifest = prepare_files(files, given["--output-prefix"], _settings(given, key), lines.show)
-        prefix = dataset_prefix(given["--output-prefix"], "megatron", key)
+    files = find_inputs([flags["--input"]], kind="json")
+    for key in flags["--json-keys"]:
+        lines = ProgressLines(flags["--log-interval"])
+        manifest = prepare_files(files, flags["--output-prefix"], _settings(flags, key), lines.show)
+        prefix = dataset_prefix(flags["--output-prefix"], "megatron", key)
         print(f"{prefix}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")
         for line in dropped_summary(manifest):
             print(line)
@@ -137,32 +138,32 @@ class ProgressLines:
         )
 
 
-def _settings(given: dict[str, Any], key: str) -> PrepareSettings:
+def _settings(flags: Flags, key: str) -> PrepareSettings:
     from fourfold.tools.prepare.manifest import PrepareSettings
 
     return PrepareSettings(
-        tokenizer=tokenizer_place(given),
-        append_eod="--append-eod" in given,
+        tokenizer=tokenizer_place(flags),
+        append_eod="--append-eod" in flags,
         json_key=key,
-        workers=given["--workers"],
-        overwrite="--overwrite" in given,
+        workers=flags["--workers"],
+        overwrite="--overwrite" in flags,
     )
 
 
-def _check(given: dict[str, Any]) -> None:
-    tokenizer_place(given)
+def _check(flags: Flags) -> None:
+    tokenizer_place(flags)
     for flag in ("--workers", "--partitions", "--log-interval"):
-        if given.get(flag, 1) < 1:
-            raise UserError(f"{flag} {given[flag]}: choose 1 or more")
-    form = given.get("--dataset-impl", "mmap")
+        if flags[flag] < 1:
+            raise UserError(f"{flag} {flags[flag]}: choose 1 or more")
+    form = flags["--dataset-impl"]
     if form != "mmap":
         raise UserError(
             f"--dataset-impl {form} is a format that nothing reads any more; leave the flag out, "
             "which is mmap"
         )
-    partitions = given.get("--partitions", 1)
-    if given["--workers"] % partitions:
+    partitions = flags["--partitions"]
+    if flags["--workers"] % partitions:
         raise UserError(
-            f"--partitions {partitions} does not divide --workers {given['--workers']}; leave it "
+            f"--partitions {partitions} does not divide --workers {flags['--workers']}; leave it "
             "out: all workers share all of the input"
         )

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold import cli
-from fourfold.compat.flags import Translation
+from fourfold.compat.flags import Flags, Translation
 from fourfold.compat.paddlenlp_flags import (
-    Flags,
+    KEYS,
     GraphMode,
     PaddleLayout,
     problems_of,
@@ -34,39 +34,6 @@ from fourfold.compat.paddlenlp_models import (
 )
 from fourfold.errors import ConfigError, UserError, report
 from fourfold.launch.launchers import join_launcher
-
-# Flags that are keys under another name.
-KEYS = {
-    "device": "Global.device",
-    "seed": "Global.seed",
-    "max_steps": "Engine.max_steps",
-    "logging_freq": "Engine.logging_freq",
-    "eval_freq": "Engine.eval_freq",
-    "eval_iters": "Engine.eval_iters",
-    "save_steps": "Engine.save_load.save_steps",
-    "output_dir": "Engine.save_load.output_dir",
-    "scale_loss": "Engine.mix_precision.scale_loss",
-    "input_dir": "Data.dataset.input_dir",
-    "split": "Data.dataset.split",
-    "max_seq_len": "Data.dataset.max_seq_len",
-    "micro_batch_size": "Data.batch_size.micro_batch_size",
-    "hidden_dropout_prob": "Model.hidden_dropout_prob",
-    "attention_probs_dropout_prob": "Model.attention_probs_dropout_prob",
-    "dp_degree": "Distributed.dp_degree",
-    "mp_degree": "Distributed.mp_degree",
-    "pp_degree": "Distributed.pp_degree",
-    "weight_decay": "Optimizer.weight_decay",
-    "grad_clip": "Optimizer.grad_clip",
-    "adam_beta1": "Optimizer.adam_beta1",
-    "adam_beta2": "Optimizer.adam_beta2",
-    "adam_epsilon": "Optimizer.adam_epsilon",
-    "max_lr": "Optimizer.lr.max_lr",
-    "min_lr": "Optimizer.lr.min_lr",
-    "warmup_rate": "Optimizer.lr.warmup_rate",
-    "decay_steps": "Optimizer.lr.decay_steps",
-    "max_dec_len": "Generation.max_dec_len",
-    "temperature": "Generation.temperature",
-}
 
 
 def main(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> None:
@@ -103,8 +70,7 @@ def prepare(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> Pa
 def translate(flags: Flags, graph_mode: GraphMode, start: Start | None) -> Translation:
     """The flags as keys; without a model where that could not be found."""
     translation = Translation(f"PaddleNLP's gpt-3 ({graph_mode} graph)")
-    for name, key in KEYS.items():
-        translation.set(key, flags[name], flags.said(name))
+    translation.set_keys(flags, KEYS)
     if start is not None:
         _translate_model(translation, flags, start)
     _translate_layout(translation, flags, PaddleLayout.of(flags, graph_mode))
@@ -117,14 +83,14 @@ def translate(flags: Flags, graph_mode: GraphMode, start: Start | None) -> Trans
 
 
 def _sizes(flags: Flags) -> dict[str, int]:
-    return {name: flags[name] for name in SIZES if name in flags.given}
+    return {name: flags[name] for name in SIZES if name in flags}
 
 
 def _translate_model(translation: Translation, flags: Flags, start: Start) -> None:
     named = "model_name_or_path"
-    origin = flags.said(named) if start.weights else flags.shown(named)
+    origin = flags.origin(named) if start.weights else flags.shown(named)
     for name, value in start.model.items():
-        flag = flags.said(name) if name in flags.given else origin
+        flag = flags.origin(name) if name in flags else origin
         translation.set(f"Model.{name}", value, flag)
     if start.weights is not None:
         place = weights_place(Path(flags["output_dir"]))
@@ -135,16 +101,16 @@ def _translate_model(translation: Translation, flags: Flags, start: Start) -> No
 
 def _translate_layout(translation: Translation, flags: Flags, layout: PaddleLayout) -> None:
     place = "Distributed.sharding"
-    degree = flags.said("sharding_degree") if layout.shards else "--use_sharding is not on"
+    degree = flags.origin("sharding_degree") if layout.shards else "--use_sharding is not on"
     translation.set(f"{place}.sharding_degree", layout.sharding, degree)
     translation.set(
-        f"{place}.sharding_stage", flags["sharding_stage"], flags.said("sharding_stage")
+        f"{place}.sharding_stage", flags["sharding_stage"], flags.origin("sharding_stage")
     )
     offload = bool(flags["sharding_offload"])
-    translation.set(f"{place}.sharding_offload", offload, flags.said("sharding_offload"))
-    sizes = [name for name in ("global_batch_size", "local_batch_size") if name in flags.given]
+    translation.set(f"{place}.sharding_offload", offload, flags.origin("sharding_offload"))
+    sizes = [name for name in ("global_batch_size", "local_batch_size") if name in flags]
     for name in sizes:
-        translation.set(f"Data.batch_size.{name}", flags[name], flags.said(name))
+        translation.set(f"Data.batch_size.{name}", flags[name], flags.origin(name))
     if not sizes:
         translation.set(
             "Data.batch_size.local_batch_size",
@@ -166,7 +132,7 @@ def _translate_precision(translation: Translation, flags: Flags) -> None:
         translation.set(f"{place}.level", "O2", "--use_pure_fp16")
     elif flags["use_amp"]:
         translation.set(f"{place}.dtype", "float16", "--use_amp")
-        translation.set(f"{place}.level", flags["amp_level"], flags.said("amp_level"))
+        translation.set(f"{place}.level", flags["amp_level"], flags.origin("amp_level"))
     else:
         translation.set(f"{place}.dtype", "float32", "--use_amp is not on")
 
@@ -175,7 +141,7 @@ def _translate_engine(translation: Translation, flags: Flags, graph_mode: GraphM
     script = "the static script" if graph_mode == "static" else "the dygraph script"
     translation.set("Engine.graph_mode", graph_mode, script)
     recompute = bool(flags["use_recompute"])
-    translation.set("Model.use_recompute", recompute, flags.said("use_recompute"))
+    translation.set("Model.use_recompute", recompute, flags.origin("use_recompute"))
     translation.set("Engine.save_load.keep_last", 0, "every checkpoint is kept, as in PaddleNLP")
     if flags["lr_decay_style"] == "none":
         translation.set("Optimizer.lr.decay_style", "constant", "--lr_decay_style none")
@@ -189,17 +155,18 @@ def _translate_engine(translation: Translation, flags: Flags, graph_mode: GraphM
 
 def _translate_generation(translation: Translation, flags: Flags) -> None:
     strategy = flags["decoding_strategy"]
-    top_k = (flags["topk"], flags.said("topk")) if strategy == "topk_sampling" else (0, strategy)
-    top_p = (flags["topp"], flags.said("topp")) if strategy == "topp_sampling" else (1.0, strategy)
-    translation.set("Generation.top_k", *top_k)
-    translation.set("Generation.top_p", *top_p)
+    for name, key, off in (("topk", "Generation.top_k", 0), ("topp", "Generation.top_p", 1.0)):
+        if strategy == f"{name}_sampling":
+            translation.set(key, flags[name], flags.origin(name))
+        else:
+            translation.set(key, off, strategy)
 
 
 def _translate_profiler(translation: Translation, flags: Flags) -> None:
     request = flags["profiler_options"]
     if request is None:
         return
-    said = flags.said("profiler_options")
+    said = flags.origin("profiler_options")
     translation.set("Profiler.enable", True, said)
     translation.set("Profiler.scheduler", list(request.steps), said)
     if request.path is not None:

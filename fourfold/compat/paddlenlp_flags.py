@@ -17,82 +17,23 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from fourfold.compat.flags import FlagParser, Translation, number, whole
+from fourfold.compat.flags import (
+    Flag,
+    FlagParser,
+    Flags,
+    Translation,
+    number,
+    true_or_false,
+    whole,
+)
 from fourfold.compat.paddlenlp_models import PRESETS, SIZES, model_type_of
 from fourfold.config.suggest import multiple_near
-from fourfold.errors import ConfigError
 
 GraphMode = Literal["static", "dynamic"]
-REQUIRED = ("model_type", "model_name_or_path", "input_dir", "output_dir")
-# The last versions' defaults; the first had max_lr 1e-5 below min_lr 5e-5, and a --scale_loss of
-# 128 that was not used.
-DEFAULTS: Mapping[str, Any] = {
-    "split": "949,50,1",
-    "max_seq_len": 1024,
-    "micro_batch_size": 8,
-    "weight_decay": 0.0,
-    "grad_clip": 0.0,
-    "max_lr": 1e-4,
-    "min_lr": 1e-5,
-    "warmup_rate": 0.01,
-    "decay_steps": 360000,
-    "lr_decay_style": "cosine",
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "num_train_epochs": 1,
-    "max_steps": 500000,
-    "save_steps": 500,
-    "logging_freq": 1,
-    "eval_freq": 500,
-    "eval_iters": 10,
-    "dp_degree": 1,
-    "mp_degree": 1,
-    "pp_degree": 1,
-    "sharding_degree": 1,
-    "sharding_stage": 1,
-    "amp_level": "O1",
-    "scale_loss": 32768.0,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "seed": 1234,
-    "device": "gpu",
-    "max_dec_len": 20,
-    "decoding_strategy": "topk_sampling",
-    "temperature": 1.0,
-    "topk": 10,
-    "topp": 0.9,
-    "beam_size": 1,
-}
-
-
-@dataclass(frozen=True)
-class Flags:
-    """What was given, over the defaults; a flag with neither is None."""
-
-    given: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.given.get(name, DEFAULTS.get(name))
-
-    def said(self, name: str) -> str:
-        """How a reader of the configuration finds the flag."""
-        return f"--{name}" if name in self.given else f"--{name} by default"
-
-    def shown(self, name: str) -> str:
-        return f"--{name} {self[name]}"
-
-
-def true_or_false(text: str) -> bool:
-    if text.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 @dataclass(frozen=True)
@@ -131,100 +72,119 @@ def _steps(text: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
 
 
-def read_flags(program: str, arguments: Sequence[str]) -> Flags:
-    reader = FlagParser(program, "Pre-train a GPT model with the flags of PaddleNLP's gpt-3.")
-    _add_run(reader)
-    _add_schedule(reader)
-    _add_parallelism(reader)
-    _add_generation(reader)
-    given = {flag.removeprefix("--"): value for flag, value in reader.read(arguments).items()}
-    if missing := [f"--{name} must be given" for name in REQUIRED if name not in given]:
-        raise ConfigError(missing)
-    return Flags(given)
-
-
-def _switch(reader: FlagParser, flag: str, meaning: str) -> None:
-    reader.value(flag, meaning, type=true_or_false, nargs="?", const=True, metavar="true|false")
-
-
-def _add_run(reader: FlagParser) -> None:
-    reader.value("--model_type", "English or Chinese.", choices=("gpt", "gpt-cn"), metavar="TYPE")
-    reader.value("--model_name_or_path", "Such as gpt2-en, or a checkpoint.", metavar="NAME")
-    for name in SIZES:
-        reader.value(f"--{name}", "In place of the named model's; not in PaddleNLP.", type=whole)
-    reader.value("--input_dir", "Token files, all of a directory.", metavar="PATH")
-    reader.value("--output_dir", "For config.yaml, logs and checkpoints.", metavar="PATH")
-    reader.value("--split", "Shares of train, valid and test (949,50,1).")
-    reader.value("--max_seq_len", "Tokens of a sample (1024).", type=whole)
-    reader.value("--micro_batch_size", "Samples of one forward pass (8).", type=whole)
-    reader.value("--local_batch_size", "Samples of a step on one data rank.", type=whole)
-    reader.value("--global_batch_size", "Samples of a step on all.", type=whole)
-    reader.value("--hidden_dropout_prob", "(0.1)", type=number)
-    reader.value("--attention_probs_dropout_prob", "(0.1)", type=number)
-    reader.value("--seed", "(1234)", type=whole)
-    reader.value("--device", "gpu or cpu (gpu).", metavar="DEVICE")
-    _switch(reader, "--check_accuracy", "No dropout, no evaluation, one checkpoint at the end.")
-    reader.add_argument(
-        "-p",
+REQUIRED = ("--model_type", "--model_name_or_path", "--input_dir", "--output_dir")
+_NOTHING = "without effect here"
+# Defaults are the last versions'; the first had max_lr 1e-5 below min_lr 5e-5, and a --scale_loss
+# of 128 that was not used.
+FLAGS = (
+    # The run.
+    Flag("--model_type", ("gpt", "gpt-cn"), "English or Chinese"),
+    Flag("--model_name_or_path", str, "such as gpt2-en, or a checkpoint", metavar="NAME"),
+    *(Flag(f"--{name}", whole, "in place of the model's; not in PaddleNLP") for name in SIZES),
+    Flag("--input_dir", str, "token files, all of a directory", metavar="PATH"),
+    Flag("--output_dir", str, "for config.yaml, logs and checkpoints", metavar="PATH"),
+    Flag("--split", str, "shares of train, valid and test", "949,50,1"),
+    Flag("--max_seq_len", whole, "tokens per sample", 1024),
+    Flag("--micro_batch_size", whole, "samples per forward pass", 8),
+    Flag("--local_batch_size", whole, "samples per step on one data rank"),
+    Flag("--global_batch_size", whole, "samples per step over all ranks"),
+    Flag("--hidden_dropout_prob", number, "dropout of embeddings and blocks", 0.1),
+    Flag("--attention_probs_dropout_prob", number, "dropout of attention probabilities", 0.1),
+    Flag("--seed", whole, "seed of weights, order and dropout", 1234),
+    Flag("--device", str, "gpu or cpu", "gpu", metavar="DEVICE"),
+    Flag("--check_accuracy", true_or_false, "no dropout, no evaluation, one checkpoint at the end"),
+    Flag(
         "--profiler_options",
-        dest="--profiler_options",
-        type=profile_request,
-        default=argparse.SUPPRESS,
+        profile_request,
+        "batch_range=[10,20], profile_path and exit_on_finished",
         metavar="'K=V;K=V'",
-        help="batch_range=[10,20], profile_path and exit_on_finished.",
-    )
-
-
-def _add_schedule(reader: FlagParser) -> None:
-    reader.value("--max_steps", "Steps of the run (500000).", type=whole)
-    reader.value("--num_train_epochs", "Without effect: --max_steps ends the run.", type=whole)
-    reader.value("--save_steps", "Steps between checkpoints (500).", type=whole)
-    reader.value("--logging_freq", "Steps between log lines (1).", type=whole)
-    reader.value("--eval_freq", "Steps between evaluations (500).", type=whole)
-    reader.value("--eval_iters", "Batches of an evaluation (10).", type=whole)
-    reader.value("--max_lr", "Learning rate after the warm-up (1e-4).", type=number)
-    reader.value("--min_lr", "Learning rate after --decay_steps (1e-5).", type=number)
-    reader.value("--warmup_rate", "Share of --decay_steps (0.01).", type=number)
-    reader.value("--decay_steps", "(360000)", type=whole)
-    reader.value(
-        "--lr_decay_style", "none: --max_lr throughout (cosine).", choices=("cosine", "none")
-    )
-    reader.value("--weight_decay", "(0)", type=number)
-    reader.value("--grad_clip", "Largest norm of the gradient; 0 does not clip (0).", type=number)
-    reader.value("--adam_beta1", "(0.9)", type=number)
-    reader.value("--adam_beta2", "(0.999)", type=number)
-    reader.value("--adam_epsilon", "(1e-8)", type=number)
-
-
-def _add_parallelism(reader: FlagParser) -> None:
-    for name in ("dp", "mp", "pp"):
-        reader.value(f"--{name}_degree", "(1)", type=whole)
-    _switch(reader, "--use_sharding", "Whether --sharding_degree counts.")
-    reader.value("--sharding_degree", "(1)", type=whole)
-    reader.value("--sharding_stage", "1, 2 or 3 (1).", type=whole)
-    _switch(reader, "--sharding_offload", "Keep the divided state in host memory.")
-    _switch(reader, "--use_recompute", "Recompute layers in the backward pass.")
-    _switch(reader, "--use_amp", "float16, at --amp_level.")
-    reader.value("--amp_level", "O1 or O2 (O1).", choices=("O1", "O2"))
-    _switch(reader, "--use_pure_fp16", "float16 at level O2.")
-    reader.value("--scale_loss", "First loss scale of float16 (32768).", type=number)
-    for flag in ("--enable_addto", "--fuse_transformer", "--fuse", "--fuse_mt"):
-        _switch(reader, flag, "Without effect here.")
-
-
-def _add_generation(reader: FlagParser) -> None:
-    """For `fourfold generate` with the run's file; the script itself only trains."""
-    reader.value("--max_dec_len", "Most tokens to generate (20).", type=whole)
-    reader.value(
+        short="-p",
+    ),
+    # Length and learning rate.
+    Flag("--max_steps", whole, "steps of the run", 500000),
+    Flag("--num_train_epochs", whole, "without effect: --max_steps ends the run", 1),
+    Flag("--save_steps", whole, "steps between checkpoints", 500),
+    Flag("--logging_freq", whole, "steps between log lines", 1),
+    Flag("--eval_freq", whole, "steps between evaluations", 500),
+    Flag("--eval_iters", whole, "batches of an evaluation", 10),
+    Flag("--max_lr", number, "learning rate after the warm-up", 1e-4),
+    Flag("--min_lr", number, "learning rate after --decay_steps", 1e-5),
+    Flag("--warmup_rate", number, "warm-up as a share of --decay_steps", 0.01),
+    Flag("--decay_steps", whole, "steps until the rate is --min_lr", 360000),
+    Flag("--lr_decay_style", ("cosine", "none"), "none: --max_lr throughout", "cosine"),
+    Flag("--weight_decay", number, "decoupled weight decay", 0.0),
+    Flag("--grad_clip", number, "largest norm of the gradient; 0 does not clip", 0.0),
+    Flag("--adam_beta1", number, "decay of the average of gradients", 0.9),
+    Flag("--adam_beta2", number, "decay of the average of squared gradients", 0.999),
+    Flag("--adam_epsilon", number, "added to the denominator of the update", 1e-8),
+    # Parallelism and precision.
+    Flag("--dp_degree", whole, "data parallelism", 1),
+    Flag("--mp_degree", whole, "tensor parallelism", 1),
+    Flag("--pp_degree", whole, "pipeline parallelism", 1),
+    Flag("--use_sharding", true_or_false, "whether --sharding_degree counts"),
+    Flag("--sharding_degree", whole, "ranks that divide the state", 1),
+    Flag("--sharding_stage", whole, "1, 2 or 3", 1),
+    Flag("--sharding_offload", true_or_false, "keep the divided state in host memory"),
+    Flag("--use_recompute", true_or_false, "recompute layers in the backward pass"),
+    Flag("--use_amp", true_or_false, "float16, at --amp_level"),
+    Flag("--amp_level", ("O1", "O2"), "level of mixed precision", "O1"),
+    Flag("--use_pure_fp16", true_or_false, "float16 at level O2"),
+    Flag("--scale_loss", number, "first loss scale of float16", 32768.0),
+    Flag("--enable_addto", true_or_false, _NOTHING),
+    Flag("--fuse_transformer", true_or_false, _NOTHING),
+    Flag("--fuse", true_or_false, _NOTHING),
+    Flag("--fuse_mt", true_or_false, _NOTHING),
+    # Generation, for `fourfold generate` with the run's file; the script itself only trains.
+    Flag("--max_dec_len", whole, "most tokens to generate", 20),
+    Flag(
         "--decoding_strategy",
-        "(topk_sampling)",
-        choices=("topk_sampling", "topp_sampling", "sampling"),
-    )
-    reader.value("--temperature", "(1)", type=number)
-    reader.value("--topk", "For topk_sampling (10).", type=whole)
-    reader.value("--topp", "For topp_sampling (0.9).", type=number)
-    reader.value("--beam_size", "Without effect: the strategies all sample.", type=whole)
-    _switch(reader, "--save_inference_model_then_exist", "Not here: see fourfold convert.")
+        ("topk_sampling", "topp_sampling", "sampling"),
+        "how tokens are drawn",
+        "topk_sampling",
+    ),
+    Flag("--temperature", number, "divides the logits", 1.0),
+    Flag("--topk", whole, "for topk_sampling", 10),
+    Flag("--topp", number, "for topp_sampling", 0.9),
+    Flag("--beam_size", whole, "without effect: the strategies all sample", 1),
+    Flag("--save_inference_model_then_exist", true_or_false, "not here: see fourfold convert"),
+)
+# Flags that are keys of ours under another name.
+KEYS = {
+    "device": "Global.device",
+    "seed": "Global.seed",
+    "max_steps": "Engine.max_steps",
+    "logging_freq": "Engine.logging_freq",
+    "eval_freq": "Engine.eval_freq",
+    "eval_iters": "Engine.eval_iters",
+    "save_steps": "Engine.save_load.save_steps",
+    "output_dir": "Engine.save_load.output_dir",
+    "scale_loss": "Engine.mix_precision.scale_loss",
+    "input_dir": "Data.dataset.input_dir",
+    "split": "Data.dataset.split",
+    "max_seq_len": "Data.dataset.max_seq_len",
+    "micro_batch_size": "Data.batch_size.micro_batch_size",
+    "hidden_dropout_prob": "Model.hidden_dropout_prob",
+    "attention_probs_dropout_prob": "Model.attention_probs_dropout_prob",
+    "dp_degree": "Distributed.dp_degree",
+    "mp_degree": "Distributed.mp_degree",
+    "pp_degree": "Distributed.pp_degree",
+    "weight_decay": "Optimizer.weight_decay",
+    "grad_clip": "Optimizer.grad_clip",
+    "adam_beta1": "Optimizer.adam_beta1",
+    "adam_beta2": "Optimizer.adam_beta2",
+    "adam_epsilon": "Optimizer.adam_epsilon",
+    "max_lr": "Optimizer.lr.max_lr",
+    "min_lr": "Optimizer.lr.min_lr",
+    "warmup_rate": "Optimizer.lr.warmup_rate",
+    "decay_steps": "Optimizer.lr.decay_steps",
+    "max_dec_len": "Generation.max_dec_len",
+    "temperature": "Generation.temperature",
+}
+
+
+def read_flags(program: str, arguments: Sequence[str]) -> Flags:
+    about = "Pre-train a GPT model with the flags of PaddleNLP's gpt-3."
+    return FlagParser(program, about, FLAGS).read(arguments, REQUIRED)
 
 
 # -- what must hold -----------------------------------------------------------------------------
@@ -352,7 +312,8 @@ def _batch_problems(flags: Flags, layout: PaddleLayout) -> Iterator[str]:
 def without_effect(flags: Flags, layout: PaddleLayout) -> list[str]:
     """Flags that were given and change nothing, each with the reason."""
     reasons = dict(_reasons(flags, layout))
-    useless = [f"{flags.shown(name)} ({reasons[name]})" for name in flags.given if name in reasons]
+    given = [name.removeprefix("--") for name in flags.given]
+    useless = [f"{flags.shown(name)} ({reasons[name]})" for name in given if name in reasons]
     if profile := flags["profiler_options"]:
         useless += [f"{pair} of --profiler_options (torch's profiler)" for pair in profile.useless]
     return useless
