@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,61 +48,44 @@ def bench(
     with contextlib.ExitStack() as leaving:
         directory = Path(tempfile.mkdtemp(prefix="fourfold-bench-"))
         leaving.callback(shutil.rmtree, directory, ignore_errors=True)
-        settings = [*(override or []), *_settings(iterations, directory)]
         log = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with log:
-            run = train.TrainRun(config, settings, auto=False, cluster=None)
-            code, resolved, world_size = _run(run, nproc)
-        if code == FAILED:
+            settings = _settings(iterations, directory)
+            run = train.TrainRun(config, override or [], values=settings).fit(nproc, save=False)
+        if run.exit_code == FAILED:
             leaving.pop_all()  # the logs in it were just named
-        if code:
-            raise typer.Exit(code)
-        _tell(resolved, world_size, directory, warmup, as_json)
+        if run.exit_code:
+            raise typer.Exit(run.exit_code)
+        _tell(run.config, run.world_size, directory, warmup, as_json)
 
 
 def _refuse_own_settings(overrides: list[str]) -> None:
-    own = [setting.partition("=")[0] for setting in _settings(1, Path())]
     for text in overrides:
         name = text.partition("=")[0].strip()
-        if name in own:
+        if name in _settings(1, Path()):
             instead = "use --iterations" if name == "Engine.max_steps" else "leave it out"
             raise UserError(f"-o {text} has no effect: bench sets {name} itself; {instead}")
 
 
-def _settings(iterations: int, directory: Path) -> list[str]:
+def _settings(iterations: int, directory: Path) -> dict[str, Any]:
     """What makes a run a measurement; over the file's own."""
-    return [
-        f"Engine.max_steps={iterations}",
-        "Engine.train_samples=null",
-        "Data.batch_size.rampup=null",
-        "Engine.logging_freq=1",
-        "Engine.log_style=megatron",
-        "Engine.eval_freq=0",
-        "Engine.test_iters=0",
-        "Engine.tensorboard=False",
-        "Engine.wandb=False",
+    return {
+        "Engine.max_steps": iterations,
+        "Engine.train_samples": None,
+        "Data.batch_size.rampup": None,
+        "Engine.logging_freq": 1,
+        "Engine.log_style": "megatron",
+        "Engine.eval_freq": 0,
+        "Engine.test_iters": 0,
+        "Engine.tensorboard": False,
+        "Engine.wandb": False,
         # Nothing of what it does is kept, so updates that are skipped need not end it.
-        f"Engine.max_skipped_steps={iterations + 1}",
-        "Engine.check_replicas_freq=0",
-        "Engine.save_load.ckpt_dir=null",
-        f"Engine.save_load.output_dir={directory}",
-        "Profiler.enable=False",
-    ]
-
-
-def _run(run: train.TrainRun, nproc: int | None) -> tuple[int, Config, int]:
-    """The exit code, what was run, and in how many processes."""
-    if nproc is not None:
-        from fourfold.launch.launchers import refuse_inside_launcher
-
-        refuse_inside_launcher(os.environ, f"--nproc {nproc}")
-        resolved, expected = run.resolve(nproc)
-        code = train.fit_in_processes(resolved, expected, nproc, save=False)
-        return code, resolved, nproc
-    world_size = train.join_others()
-    resolved, expected = run.resolve(world_size if world_size > 1 else None)
-    train.fit_here(resolved, expected, world_size, save=False)
-    return 0, resolved, world_size
+        "Engine.max_skipped_steps": iterations + 1,
+        "Engine.check_replicas_freq": 0,
+        "Engine.save_load.ckpt_dir": None,
+        "Engine.save_load.output_dir": str(directory),
+        "Profiler.enable": False,
+    }
 
 
 def _tell(config: Config, world_size: int, directory: Path, warmup: int, as_json: bool) -> None:

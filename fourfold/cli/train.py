@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,17 +73,15 @@ def train(
     if nnodes is not None:
         assert nproc is not None and node_rank is not None and master is not None
         _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
-    elif nproc is not None:
-        from fourfold.launch.launchers import refuse_inside_launcher
-
-        refuse_inside_launcher(os.environ, f"--nproc {nproc}")
-        resolved, expected = run.resolve(nproc)
-        raise typer.Exit(
-            fit_in_processes(resolved, expected, nproc, max_restarts or 0, hang_seconds)
-        )
     else:
-        size = join_others()
-        fit_here(*run.resolve(size if size > 1 else None), size)
+        raise typer.Exit(run.fit(nproc, max_restarts or 0, hang_seconds).exit_code)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    exit_code: int
+    config: Config
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,9 @@ class TrainRun:
 
     file: Path
     overrides: list[str]
-    auto: bool
-    cluster: str | None
+    auto: bool = False
+    cluster: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)  # keys that the command itself sets
 
     def resolve(self, world_size: int | None) -> tuple[Config, Prediction | None]:
         """The configuration for that many processes (None: one, started by hand), and what its plan
@@ -100,7 +100,7 @@ class TrainRun:
         from fourfold.config import read_config
         from fourfold.config.auto_constraints import is_auto_requested
 
-        source = read_config(self.file, self.overrides)
+        source = read_config(self.file, self.overrides).with_values(self.values)
         if not (self.auto or is_auto_requested(source)):
             config = source.load(world_size)
             if self.cluster is not None:
@@ -114,6 +114,29 @@ class TrainRun:
         choice = choose(source, world_size or 1, self.cluster)
         return choice.config, choice.expected
 
+    def fit(
+        self,
+        nproc: int | None,
+        max_restarts: int = 0,
+        hang_seconds: float | None = None,
+        *,
+        save: bool = True,
+    ) -> FinishedRun:
+        """Train in `nproc` processes; where it is None in this one, alone or a launcher's."""
+        if nproc is not None:
+            from fourfold.launch.launchers import refuse_inside_launcher
+
+            refuse_inside_launcher(os.environ, f"--nproc {nproc}")
+            config, expected = self.resolve(nproc)
+            code = _fit_in_processes(config, expected, nproc, max_restarts, hang_seconds, save)
+            return FinishedRun(code, config, nproc)
+        world_size = _join_others()
+        config, expected = self.resolve(world_size if world_size > 1 else None)
+        from fourfold.engine import build_engine
+
+        build_engine(config, world_size, expected).fit(save=save)
+        return FinishedRun(0, config, world_size)
+
     def words(self) -> list[str]:
         """The same as arguments of the command."""
         again = ["train", "-c", str(self.file)]
@@ -122,7 +145,7 @@ class TrainRun:
         return again + (["--cluster", self.cluster] if self.cluster is not None else [])
 
 
-def join_others() -> int:
+def _join_others() -> int:
     """Take this process's place among those a launcher started; how many there are."""
     from fourfold.launch.launchers import join_launcher
     from fourfold.launch.workers import die_with_parent
@@ -134,23 +157,13 @@ def join_others() -> int:
     return launcher.world_size if launcher else 1
 
 
-def fit_here(
-    config: Config, expected: Prediction | None, world_size: int, *, save: bool = True
-) -> None:
-    """One process, or one of those a launcher started."""
-    from fourfold.engine import build_engine
-
-    build_engine(config, world_size, expected).fit(save=save)
-
-
-def fit_in_processes(
+def _fit_in_processes(
     config: Config,
     expected: Prediction | None,
     nproc: int,
-    max_restarts: int = 0,
-    hang_seconds: float | None = None,
-    *,
-    save: bool = True,
+    max_restarts: int,
+    hang_seconds: float | None,
+    save: bool,
 ) -> int:
     """All processes of one machine, started and watched by this one; the exit code."""
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.

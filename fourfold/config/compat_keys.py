@@ -131,13 +131,16 @@ NOT_OFFERED: dict[str, tuple[bool, str]] = {
 def spell_out_auto(tree: Tree) -> None:
     """`Distributed: auto` becomes `Distributed.auto: True`, so that degrees can stand beside it."""
     entry = tree.get("Distributed")
-    if entry is not None and isinstance(entry.value, str) and entry.value.lower() == "auto":
+    if entry is not None and is_auto(entry.value):
         entry.value = {"auto": Entry(True, entry.source, entry.layer)}
+
+
+def is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.lower() == "auto"
 
 
 def translate(tree: Tree, report: Report) -> None:
     """Rewrite every other spelling in `tree` to the documented one."""
-    spell_out_auto(tree)
     _unfold_old_layout(tree, report)
     _lift_nested_sections(tree, report)
     _divide_auto_parallel_dp(tree, report)

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fourfold.config.compat_keys import RENAMED, spell_out_auto, translate
+from fourfold.config.compat_keys import RENAMED, is_auto, spell_out_auto, translate
 from fourfold.config.fields import Section, allowed_text, leaves, section_type
 from fourfold.config.findings import ConfigFindings, Message, Report, in_reading_order
 from fourfold.config.resolve import resolve
@@ -37,8 +37,6 @@ from fourfold.config.yaml_nodes import (
 )
 from fourfold.errors import ConfigError, Setting
 
-AUTO = "Distributed.auto=True"
-
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None
@@ -53,12 +51,11 @@ def load_config(
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ConfigSource:
     """The file with its bases and every override in it. Only a file that cannot be read raises."""
-    tree = read_tree(path)
+    tree, report = read_tree(path), Report()
     # Before the overrides, which add keys to sections and would replace a word.
     spell_out_auto(tree)
-    spelled = [AUTO if text.lower() == "distributed=auto" else text for text in overrides]
-    report = Report()
-    return ConfigSource(str(path), apply_overrides(tree, spelled, report), report, len(spelled))
+    tree = apply_overrides(tree, overrides, report)
+    return ConfigSource(str(path), tree, report, len(overrides))
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ def _section_at(path: str) -> type[Section]:
 # -- overrides ----------------------------------------------------------------------------------
 
 
-def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
+def apply_overrides(tree: Tree, overrides: Sequence[str], report: Report) -> Tree:
     """`tree` with every override in it, later ones winning.
 
     The value is a word as in YAML (`1e-5`, `True`, `null`, `./data`), a quoted string, or a list or
@@ -231,6 +228,8 @@ def apply_overrides(tree: Tree, overrides: list[str], report: Report) -> Tree:
                 f"{written} is no complete list, mapping or quoted string; close or quote it",
             )
             continue
+        if path.strip().lower() == "distributed" and is_auto(value):
+            names, value = ["Distributed", "auto"], True
         tree = _apply(tree, names, Entry(value, source, layer), report)
     return tree
 
