@@ -1,8 +1,18 @@
-"""Text for a terminal: aligned tables and sizes in bytes."""
+"""Text for a terminal: aligned tables, sizes in bytes, durations, a progress bar."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether it understands colours and a cursor that moves."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def table_lines(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
@@ -20,3 +30,66 @@ def table_lines(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
 
 def in_bytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def duration(seconds: float, *, short: bool = False) -> str:
+    """Hours, minutes, seconds, and days when there are any: 1:05:09, 2d 03:00:00.
+
+    The short form has hours only when there are any: 5:09.
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
+    if short and not hours:
+        return f"{minute}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}"
+
+
+class ProgressBar:
+    """A bar with a text beside it, on a line below whatever else is printed to a terminal.
+
+    It is there from the first `show` to `close`, drawn by rich. `redraws`: ten times a second, for
+    `show` to cost nothing; otherwise by `show` itself. `stays`: its last state is left behind.
+    """
+
+    WIDTH = 30
+
+    def __init__(self, stream: TextIO, *, redraws: bool = True, stays: bool = False) -> None:
+        self._stream = stream
+        self._redraws = redraws
+        self._stays = stays
+        self._screen: Progress | None = None
+
+    def show(self, share: float, text: str) -> None:
+        """How much is done, from 0 to 1."""
+        screen = self._screen or self._open()
+        task = screen.task_ids[0]
+        screen.update(task, completed=share, description=text, refresh=not self._redraws)
+
+    def print_above(self, line: str) -> None:
+        if self._screen is not None:
+            self._screen.console.out(line, highlight=False)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._screen is not None:
+            self._screen.stop()
+            self._screen = None
+
+    def _open(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._screen = Progress(
+            BarColumn(bar_width=self.WIDTH),
+            TextColumn(" {task.description}", markup=False),
+            console=Console(file=self._stream, force_terminal=True),
+            auto_refresh=self._redraws,
+            transient=not self._stays,
+        )
+        self._screen.add_task("", total=1.0)
+        self._screen.start()
+        return self._screen

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.cli.progress import byte_progress, prepare_progress
 from fourfold.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def prepare(
     ] = False,
     stdin_format: StdinKind = None,
 ) -> None:
-    """Turn raw text into token files; the same command goes on where a killed one stopped."""
-    from fourfold.cli.progress import prepare_progress
+    """Turn raw text into token files; the same command resumes where a killed one stopped."""
     from fourfold.processors import num_processors
     from fourfold.tools.prepare.manifest import PrepareSettings
     from fourfold.tools.prepare.pipeline import dataset_prefix, prepare_files
@@ -268,7 +268,6 @@ def verify(
     ] = None,
 ) -> None:
     """Check every byte of token files against their manifest; exit code 2 if anything is wrong."""
-    from fourfold.cli.progress import byte_progress
     from fourfold.data.readers import find_prefixes, full_name
     from fourfold.tools.tokens import verify as checking
 
@@ -303,7 +302,6 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Write the documents of several datasets as one."""
-    from fourfold.cli.progress import byte_progress
     from fourfold.data.readers import full_name
     from fourfold.tools.tokens import transform
 
@@ -325,7 +323,6 @@ def split(
     overwrite: Overwrite = False,
 ) -> None:
     """Cut a dataset into PREFIX_train, PREFIX_valid and PREFIX_test, as training would."""
-    from fourfold.cli.progress import byte_progress
     from fourfold.data.readers import full_name
     from fourfold.tools.tokens import transform
 
@@ -352,7 +349,6 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a dataset in another format: Megatron, FleetX, or the legacy .npz."""
-    from fourfold.cli.progress import byte_progress
     from fourfold.data.readers import full_name
     from fourfold.tools.tokens import transform
 

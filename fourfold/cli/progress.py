@@ -1,4 +1,4 @@
-"""Progress bar of long commands on standard error; without a terminal, a line now and then."""
+"""Progress of long commands on standard error: a bar, or lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -8,43 +8,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
+from fourfold.terminal import ProgressBar, duration, is_terminal
+
 if TYPE_CHECKING:
     from fourfold.tools.prepare.pipeline import PrepareProgress
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class ProgressBar:
-    """Shows how much is done, with a text beside it; without a terminal, the text in lines."""
+class ProgressReport:
+    """A bar on a terminal; elsewhere, its text as a line now and then."""
 
-    def __init__(self, transient: bool = False) -> None:
+    def __init__(self, *, stays: bool = False) -> None:
         self._last_line = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            self._bar = Progress(
-                BarColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True),
-                transient=transient,
-            )
-            self._task = self._bar.add_task("starting", total=1.0)
+        self._bar = ProgressBar(sys.stderr, stays=stays) if is_terminal(sys.stderr) else None
 
     def __enter__(self) -> Self:
         if self._bar is not None:
-            self._bar.start()
+            self._bar.show(0.0, "starting")
         return self
 
     def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
 
     def show(self, share: float, text: str, at_once: bool = False) -> bool:
         """Whether the text was printed as a line: `at_once`, or since the last is long ago."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=share, description=text)
+            self._bar.show(share, text)
             return False
         now = time.monotonic()
         if not at_once and now - self._last_line < SECONDS_BETWEEN_LINES:
@@ -58,12 +49,12 @@ class ProgressBar:
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """To be called with the bytes done and the bytes to do."""
     begin = time.monotonic()
-    with ProgressBar(transient=True) as bar:
+    with ProgressReport() as report:
 
         def show(done: int, total: int) -> None:
             speed = max(done, 1) / max(time.monotonic() - begin, 1e-9)
             share = done / max(total, 1)
-            bar.show(
+            report.show(
                 share,
                 f"{what}: {share:.0%} of {total / 1e6:,.0f} MB, {speed / 1e6:,.0f} MB/s, "
                 f"{(total - done) / speed:,.0f} s left",
@@ -76,14 +67,14 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def prepare_progress() -> Iterator[Callable[[PrepareProgress], None]]:
     """To be called with what `prepare_files` reports; a phase that begins is always shown."""
     begin, phase = time.monotonic(), ""
-    with ProgressBar() as bar:
+    with ProgressReport(stays=True) as report:
 
         def show(progress: PrepareProgress) -> None:
             nonlocal phase
             has_read_all = progress.source_bytes == progress.source_total
             share = progress.source_bytes / max(1, progress.source_total)
             text = progress_line(progress, time.monotonic() - begin)
-            if bar.show(share, text, at_once=has_read_all and progress.phase != phase):
+            if report.show(share, text, at_once=has_read_all and progress.phase != phase):
                 phase = progress.phase
 
         yield show
@@ -96,7 +87,8 @@ def progress_line(progress: PrepareProgress, seconds: float) -> str:
         left = ""
     elif progress.source_bytes > progress.resumed_bytes:
         rate = (progress.source_bytes - progress.resumed_bytes) / max(seconds, 1e-9)
-        left = f", {_duration((progress.source_total - progress.source_bytes) / rate)} left"
+        seconds_left = (progress.source_total - progress.source_bytes) / rate
+        left = f", {duration(seconds_left, short=True)} left"
     else:
         left = ", time left unknown"
     return (
@@ -104,9 +96,3 @@ def progress_line(progress: PrepareProgress, seconds: float) -> str:
         f"{progress.text_bytes / 1e6 / seconds:.1f} MB/s, {progress.tokens / seconds:,.0f} tokens/s"
         + left
     )
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

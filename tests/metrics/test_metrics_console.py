@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fourfold.errors import UserError, report, say
 from fourfold.metrics import Console, Sinks, Step
 from fourfold.metrics.lines import escape, log_line, train_message
-from fourfold.metrics.sinks import duration
+from fourfold.terminal import duration
 
 HERE = Path(__file__).parent
 # As printed for 8 GPUs, 2048 tokens per step; the escape characters came out as spaces.
@@ -191,6 +191,10 @@ def test_a_stream_that_cannot_encode_a_character_gets_its_escape() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_short_durations_have_no_empty_hours() -> None:
+    assert [duration(309, short=True), duration(3909, short=True)] == ["5:09", "1:05:09"]
 
 
 @pytest.fixture
