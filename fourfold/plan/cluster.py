@@ -86,23 +86,22 @@ def _device(
     intra_gbps: float,
     inter_gbps: float,
     band: float = UNCHECKED_BAND,
-    has_bf16: bool = True,
     band_below: float | None = None,
 ) -> Device:
-    peak = PEAKS[name.partition("-")[0]]
+    peaks = PEAKS[name.partition("-")[0]]
     return Device(
         band=band,
         band_below=band_below,
         name=name,
         memory_gib=memory_gib,
-        peak_tflops=peak.fp16,
-        peak_tflops_fp32=peak.tf32 or peak.fp32,
+        peak_tflops=peaks.fp16,
+        peak_tflops_fp32=peaks.tf32 or peaks.fp32,
         sustained=sustained,
         units=units,
         memory_gbps=memory_gbps,
         intra_gbps=intra_gbps,
         inter_gbps=inter_gbps,
-        has_bf16=has_bf16,
+        has_bf16=peaks.bf16 is not None,
     )
 
 
@@ -111,8 +110,8 @@ def _device(
 PRESETS: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("V100-16G", 15.7, 0.75, 80, 900, 135, 3.1, 0.45, False, 0.05),
-        _device("V100-32G", 31.7, 0.75, 80, 900, 135, 3.1, 0.45, False, 0.05),
+        _device("V100-16G", 15.7, 0.75, 80, 900, 135, 3.1, 0.45, 0.05),
+        _device("V100-32G", 31.7, 0.75, 80, 900, 135, 3.1, 0.45, 0.05),
         _device("A100-40G", 39.4, 0.865, 108, 1555, 229, 25, 0.17),
         _device("A100-80G", 79.1, 0.865, 108, 2039, 229, 25, 0.17),
         _device("A800-80G", 79.1, 0.865, 108, 2039, 153, 25),
