@@ -16,7 +16,7 @@ import typer
 import yaml
 
 import fourfold.compat
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.compat.flags import FlagParser, Flags
 from fourfold.compat.paddle_launch import read_job
 from fourfold.config.compat_keys import USUAL
@@ -67,7 +67,7 @@ def commands(command: Any, name: str = "fourfold") -> Iterator[tuple[str, Any]]:
 def command_options() -> set[str]:
     return {
         option
-        for _, command in commands(typer.main.get_command(app))
+        for _, command in commands(typer.main.get_command(command_line()))
         for parameter in command.params
         for option in parameter.opts
     }
@@ -155,7 +155,7 @@ def test_every_option_of_the_launcher_is_on_the_page(capsys: pytest.CaptureFixtu
 
 
 def test_commands_on_the_page_exist() -> None:
-    known = {name for name, _ in commands(typer.main.get_command(app))}
+    known = {name for name, _ in commands(typer.main.get_command(command_line()))}
     named = [word.split() for word in marked(PAGE) if word.startswith("fourfold ")]
     assert named
     for words in named:

@@ -74,7 +74,8 @@ def test_light_parts_import_no_torch(part: str) -> None:
 
 # -- files ----------------------------------------------------------------------------------------
 
-# What nothing imports is a way in: a command, a script of an example, a class that others load.
+# What nothing imports is a way in: a script of an example, a class that others load. So is the file
+# of a verb, which `cli/__init__.py` imports by its name.
 WAYS_IN = {"evaluate/harness.py", "compat/megatron.py", "compat/paddlenlp.py"}
 MOST_LINES, FEWEST_LINES = 520, 120
 # What does not keep to that yet. A file that grows beyond the bounds is not added here, but joined
@@ -111,7 +112,7 @@ def test_every_file_is_imported_or_a_way_in() -> None:
     alone = {
         str(file.relative_to(PACKAGE))
         for file, users in importers().items()
-        if not users and not file.name.startswith("__")
+        if not users and not file.name.startswith("__") and part_of(file) != "cli"
     }
     assert alone == WAYS_IN
 

@@ -1,8 +1,9 @@
 """The command `fourfold`: thin verbs over the package.
 
-Nothing heavy is imported until a verb runs, so `fourfold --help` answers at once. A `UserError`
-becomes one clear message and exit code 2, and so does what the system says of a path that the user
-named; any other exception is ours and keeps its traceback.
+A verb's file is imported when the verb is used, and nothing heavy before it runs, so that
+`fourfold --help` answers at once. A `UserError` becomes one clear message and exit code 2, and so
+does what the system says of a path that the user named; any other exception is ours and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -10,48 +11,49 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from fourfold import __version__, heartbeat
-from fourfold.cli import (
-    bench,
-    checkpoint,
-    config,
-    convert,
-    data,
-    evaluate,
-    generate,
-    layout,
-    plan,
-    quickstart,
-    serve,
-    target,
-    train,
-)
 from fourfold.errors import UserError, report
 
-app = typer.Typer(
-    help="Train GPT models: one YAML file, any layout, the same numbers.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("train")(train.train)
-app.command("bench")(bench.bench)
-app.command("target")(target.target)
-app.command("generate")(generate.generate)
-app.command("evaluate")(evaluate.evaluate)
-app.command("serve")(serve.serve)
-app.command("convert")(convert.convert)
-app.command("layout")(layout.layout)
-app.command("plan")(plan.plan)
-app.command("doctor")(plan.doctor)
-app.command("quickstart")(quickstart.quickstart)
-app.add_typer(data.app, name="data")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(config.app, name="config")
+# Verb -> its file; that of a group of verbs has an `app` of its own.
+VERBS = {
+    "train": "train",
+    "bench": "bench",
+    "target": "target",
+    "generate": "generate",
+    "evaluate": "evaluate",
+    "serve": "serve",
+    "convert": "convert",
+    "layout": "layout",
+    "plan": "plan",
+    "doctor": "plan",
+    "quickstart": "quickstart",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "config": "config",
+}
+
+
+def command_line(words: Sequence[str] = ()) -> typer.Typer:
+    """The command with all its verbs, or with the one alone that `words` begin with."""
+    app = typer.Typer(
+        help="Train GPT models: one YAML file, any layout, the same numbers.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_before_any_verb)
+    for verb in words[:1] if words and words[0] in VERBS else VERBS:
+        module = import_module(f"fourfold.cli.{VERBS[verb]}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=verb)
+        else:
+            app.command(verb)(getattr(module, verb))
+    return app
 
 
 def _show_version(asked: bool) -> None:
@@ -68,7 +70,6 @@ def _show_version(asked: bool) -> None:
     raise typer.Exit
 
 
-@app.callback()
 def _before_any_verb(
     version: Annotated[
         bool,
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         try:
-            app(words)
+            command_line(words)(words)
         finally:
             if sys.stdout is not None:  # as it is when it was closed (`>&-`)
                 sys.stdout.flush()

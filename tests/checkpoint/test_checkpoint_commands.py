@@ -11,7 +11,7 @@ from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 from typer.testing import CliRunner
 
 from fourfold import checkpoint
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.errors import CheckpointError
 
 LAYOUT = {
@@ -36,7 +36,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def told(*words: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["checkpoint", *map(str, words)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        command_line(), ["checkpoint", *map(str, words)], catch_exceptions=False
+    )
     assert result.exit_code == code
     return result.output
 

@@ -48,7 +48,7 @@ def test_shells_can_complete_verbs_and_options() -> None:
         ("fourfold pl", "1", "plan"),
         ("fourfold plan --ex", "2", "--explain"),
     ):
-        code = "from fourfold.cli import app; app(prog_name='fourfold')"
+        code = "from fourfold.cli import command_line; command_line()(prog_name='fourfold')"
         asked = {"_FOURFOLD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
         result = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked

@@ -25,7 +25,7 @@ import yaml
 from helpers.tiny_text_run import make_run, sentences
 
 from fourfold import serve
-from fourfold.cli import app, main
+from fourfold.cli import command_line, main
 from fourfold.cli.plan import MODES, PLANNED
 from fourfold.cli.quickstart import make_data
 from fourfold.config import Config, load_config
@@ -292,7 +292,7 @@ ROWS: dict[str, Row] = {
 
 def options(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[str]:
     """ "verb --option" and "verb argument" for all there are, and "--option" of the command."""
-    command = typer.main.get_command(app) if command is None else command
+    command = typer.main.get_command(command_line()) if command is None else command
     for parameter in command.params:
         yield " ".join([*path, max(parameter.opts, key=len)])
     for name, verb in getattr(command, "commands", {}).items():
@@ -415,7 +415,7 @@ FLAGS = ("--json", "--force", "--dry-run", "--self-test")
 
 
 def test_every_mode_of_plan_refuses_what_it_would_ignore(observe: Observer) -> None:
-    verb = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    verb = typer.main.get_command(command_line()).commands["plan"]  # type: ignore[attr-defined]
     names = {parameter.name: max(parameter.opts, key=len) for parameter in verb.params}
     assert {*names.values()} == {*PLAN_VALUES, *FLAGS}
     assert {*names} == PLANNED.union(*MODES.values())

@@ -22,7 +22,7 @@ from helpers.foreign_files import (
 from helpers.peers import in_peers, needs_peers
 from typer.testing import CliRunner
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.convert import MegatronLayout, convert, load_foreign
 from fourfold.errors import CheckpointError, UserError
 from fourfold.tokenizer import train
@@ -150,7 +150,7 @@ def test_the_command_prints_the_flags(tmp_path: Path) -> None:
     megatron_tree(tmp_path / "source", weights())
     target = tmp_path / "out"
     done = CliRunner().invoke(
-        app,
+        command_line(),
         ["convert", str(tmp_path / "source"), str(target), "--to", "megatron", "--tp", "2"],
     )
     assert done.exit_code == 0, done.output

@@ -18,7 +18,7 @@ from helpers.foreign_files import (
 )
 from typer.testing import CliRunner
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.convert import Kind, convert, load_foreign, open_weights
 from fourfold.errors import CheckpointError, UserError
 
@@ -167,14 +167,14 @@ def test_archives_that_swell_or_are_cut_off(tmp_path: Path) -> None:
 
 def test_command_converts_and_tells(tmp_path: Path) -> None:
     arguments = ["convert", str(FLEETX_TINY), str(tmp_path / "hf"), "--to", "hf"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(command_line(), arguments)
     assert isinstance(result.exception, CheckpointError)
     assert not (tmp_path / "hf").exists() and not list(tmp_path.iterdir())
-    result = CliRunner().invoke(app, [*arguments, "--num-attention-heads", "4"])
+    result = CliRunner().invoke(command_line(), [*arguments, "--num-attention-heads", "4"])
     assert result.exit_code == 0, result.output
     assert "hf from fleetx, 3 layers of 32, 4 heads, vocabulary of 128" in result.output
     assert "no tokenizer was found" in result.output
-    again = CliRunner().invoke(app, [*arguments, "--num-attention-heads", "4"])
+    again = CliRunner().invoke(command_line(), [*arguments, "--num-attention-heads", "4"])
     assert "exists and is not empty" in str(again.exception)
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as TokenizerFile
 from typer.testing import CliRunner
 
 from fourfold import checkpoint
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.convert import convert
 from fourfold.engine import build_engine
 from fourfold.errors import CheckpointError
@@ -63,11 +63,11 @@ def test_another_models_tokenizer_is_refused_unless_forced(
 ) -> None:
     command = ["convert", str(run.directory / "output"), str(tmp_path / "hf"), "--to", "hf"]
     command += ["--tokenizer", str(other)]
-    done = CliRunner().invoke(app, command)
+    done = CliRunner().invoke(command_line(), command)
     assert isinstance(done.exception, CheckpointError)
     assert "is another tokenizer" in str(done.exception) and "--force" in str(done.exception)
     assert not (tmp_path / "hf").exists()
-    done = CliRunner().invoke(app, [*command, "--force"])
+    done = CliRunner().invoke(command_line(), [*command, "--force"])
     assert done.exit_code == 0 and "is another tokenizer" in done.output
     assert Tokenizer.load(tmp_path / "hf").identity == Tokenizer.load(other).identity
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from fourfold import checkpoint
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.config import Config, load_config
 from fourfold.convert import convert, load_foreign
 from fourfold.engine import build_engine
@@ -89,6 +89,6 @@ def test_data_of_another_tokenizer_is_refused(imported: Path) -> None:
 def test_generate_reads_it(imported: Path) -> None:
     length = ["-o", "Generation.max_dec_len=4", "-o", "Global.device=cpu"]
     arguments = ["generate", "-c", str(imported / "config.yaml"), "--prompt", "the quick"]
-    result = CliRunner().invoke(app, [*arguments, *length])
+    result = CliRunner().invoke(command_line(), [*arguments, *length])
     assert result.exit_code == 0, result.output
     assert "Generation: the quick" in result.output

@@ -11,7 +11,7 @@ import torch
 from helpers.tiny_text_run import TextRun, make_run, sentences
 from typer.testing import CliRunner
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.errors import UserError
 from fourfold.evaluate import evaluate
 from fourfold.generate.loading import load_trained
@@ -104,13 +104,15 @@ def test_the_command_prints_a_table_or_json(run: TextRun, tmp_path: Path) -> Non
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(6, seed=3)))
     words = ["evaluate", "-c", str(run.config), "-o", f"Eval.eval_path={file}"]
     words += ["-o", "Eval.cloze_eval=True", "-o", "Eval.logging_freq=1", "-o", "Eval.batch_size=4"]
-    result = CliRunner().invoke(app, [*words, "--output", str(output)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        command_line(), [*words, "--output", str(output)], catch_exceptions=False
+    )
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
     assert lines["examples"].strip() == "6"
     assert "2 batches done" in result.stderr
     content = json.loads(output.read_text())
     assert content["measure"] == "cloze" and content["numbers"]["examples"] == 6
-    again = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    again = CliRunner().invoke(command_line(), [*words, "--json"], catch_exceptions=False)
     assert json.loads(again.stdout) == content
 
 

@@ -16,7 +16,7 @@ from helpers.forked import fourfold
 from helpers.tiny_text_run import TextRun, make_run, sentences
 from typer.testing import CliRunner
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.cli.generate import write
 from fourfold.errors import CheckpointError, DataError, UserError
 from fourfold.generate.module import GenerationModule
@@ -37,7 +37,7 @@ def command(run: TextRun, *words: str) -> list[str]:
 def generated(run: TextRun, *words: str) -> str:
     """What the command prints, run in this process; its errors are raised."""
     arguments = ["generate", "-c", str(run.config), *words]
-    return CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    return CliRunner().invoke(command_line(), arguments, catch_exceptions=False).stdout
 
 
 def test_generate_returns_prompt_and_continuation(run: TextRun) -> None:
@@ -204,7 +204,7 @@ def test_keys_of_another_strategy_are_named(run: TextRun, strategy: str, named: 
     words = [f"Generation.{key}" for key in (f"decode_strategy={strategy}", *keys)]
     arguments = ["generate", "-c", str(run.config), "--prompt", "the"]
     arguments += [part for word in words for part in ("-o", word)]
-    said = CliRunner().invoke(app, arguments, catch_exceptions=False).stderr
+    said = CliRunner().invoke(command_line(), arguments, catch_exceptions=False).stderr
     found = re.findall(r"Generation\.(\w+) has no effect with decode_strategy=(\w+)", said)
     assert sorted(found) == [(name, strategy) for name in named]
 

@@ -142,7 +142,7 @@ def help_of(*program: str) -> str:
 
 def problem_with_options(words: list[str]) -> str | None:
     """Follow the verbs down; then every word that begins with a dash is an option there."""
-    found: Any = typer.main.get_command(cli.app)
+    found: Any = typer.main.get_command(cli.command_line())
     while verbs := getattr(found, "commands", None):
         if not words or words[0] not in verbs:
             return f"no verb {' '.join(words[:1])!r}"

@@ -13,7 +13,7 @@ from helpers.ranks import on_ranks
 from helpers.traces import Workshop, whole
 from typer.testing import CliRunner
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.cost.rank_memory import RankMemory, rank_memory
 from fourfold.engine import Engine
 from fourfold.model import ModelShape, count_parameters
@@ -32,7 +32,7 @@ def list_layout(*words: str) -> tuple[list[list[int]], str]:
     """
 
     def work(_: int) -> str:
-        result = CliRunner().invoke(app, ["layout", *words], catch_exceptions=False)
+        result = CliRunner().invoke(command_line(), ["layout", *words], catch_exceptions=False)
         assert result.exit_code == 0
         return result.stdout
 

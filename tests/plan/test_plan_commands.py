@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.cli.plan import _parse_fix, _parse_tokens
 from fourfold.config import load_config, read_config
 from fourfold.config.auto_constraints import read_constraints
@@ -33,7 +33,7 @@ DP1 = "dp1 x pp1 x sharding1 x mp1"
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(command_line(), list(arguments))
 
 
 def plan(*arguments: str) -> str:

@@ -9,7 +9,7 @@ import yaml
 from helpers.planned_networks import gpt
 from typer.testing import CliRunner
 
-from fourfold.cli import app
+from fourfold.cli import command_line
 from fourfold.config import Config, load_config
 from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters
 from fourfold.cost.traffic import traffic_of
@@ -155,7 +155,7 @@ def test_a_rank_of_175b(rank: int) -> None:
 def test_the_report(small: Path) -> None:
     overrides = LAYOUTS["pp4 mp2 sp"]
     said = CliRunner().invoke(
-        app,
+        command_line(),
         ["plan", "--dry-run", "-c", str(small), "--rank", "7", *(f"-o{o}" for o in overrides)],
     )
     assert said.exit_code == 0, said.output

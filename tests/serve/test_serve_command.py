@@ -17,7 +17,7 @@ import pytest
 from helpers.served import TOKEN, chunks, load
 from typer.testing import CliRunner
 
-from fourfold.cli import app, serve
+from fourfold.cli import command_line, serve
 from fourfold.errors import UserError
 from fourfold.serve.protocol import Limits
 from fourfold.serve.server import make_service
@@ -59,7 +59,7 @@ def test_what_cannot_be_served_is_refused(
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: pytest.fail("it serves"))
     arguments = ["serve", "-c", str(config), "--port", "0", *words]
     with pytest.raises(UserError, match=re.escape(said)):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        CliRunner().invoke(command_line(), arguments, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("token", ["", "short", "two words of a length", "ünicode-and-long-enough"])
@@ -70,10 +70,12 @@ def test_weak_tokens_are_refused(
     file.write_text(token + "\n")
     arguments = ["serve", "-c", str(config), "--port", "0"]
     with pytest.raises(UserError, match=r"token: a token is one word of at least 16"):
-        CliRunner().invoke(app, [*arguments, "--token-file", str(file)], catch_exceptions=False)
+        CliRunner().invoke(
+            command_line(), [*arguments, "--token-file", str(file)], catch_exceptions=False
+        )
     monkeypatch.setenv("FOURFOLD_TOKEN", token)
     with pytest.raises(UserError, match="FOURFOLD_TOKEN: a token is one word"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        CliRunner().invoke(command_line(), arguments, catch_exceptions=False)
 
 
 def test_several_processes_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,7 @@ def test_several_processes_are_refused(config: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(f"SLURM_{name}", value)
     for verb in ("serve", "evaluate"):
         with pytest.raises(UserError, match=f"{verb} is one process, and SLURM started 2"):
-            CliRunner().invoke(app, [verb, "-c", str(config)], catch_exceptions=False)
+            CliRunner().invoke(command_line(), [verb, "-c", str(config)], catch_exceptions=False)
     assert "WORLD_SIZE" not in os.environ
 
 
@@ -102,7 +104,7 @@ def test_what_a_request_decides_has_no_effect_in_the_file(config: Path) -> None:
 def test_a_missing_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else name)
     with pytest.raises(UserError, match=r"serve needs uvicorn.*pip install 'fourfold\[serve\]'"):
-        CliRunner().invoke(app, ["serve", "-c", str(config)], catch_exceptions=False)
+        CliRunner().invoke(command_line(), ["serve", "-c", str(config)], catch_exceptions=False)
 
 
 def test_a_taken_port_is_one_line_and_exit_code_2(config: Path, taken_port: int) -> None:
