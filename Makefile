@@ -11,10 +11,10 @@ quickstart: setup
 	$(BIN)/fourfold quickstart
 
 test: setup-dev
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: setup-dev setup-peers
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # Runs the whole table of layouts and writes its page.
 equivalence: setup-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,15 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imported_parts(file: Path) -> set[str]:
     """Every `fourfold.<part>` this file imports, at module level or delayed."""
     parts = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -86,12 +92,13 @@ SMALL = {
 }
 
 
+@cache
 def importers() -> dict[Path, set[Path]]:
     """By whom each file of the package is imported, at module level or delayed."""
     by_name = {_module(file): file for file in FILES}
     found: dict[Path, set[Path]] = {file: set() for file in FILES}
     for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -120,7 +127,7 @@ def test_every_file_is_imported_or_a_way_in() -> None:
 def test_a_class_name_stands_for_one_class() -> None:
     places: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
+        for node in tree_of(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
     assert not {name: files for name, files in places.items() if len(files) > 1}

@@ -100,6 +100,7 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Installed) -> None
     assert not missing, "not in the wheel; see [tool.setuptools.package-data]"
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_far_from_the_repository(installed: Installed) -> None:
     small = {
         "Model.hidden_size": 32,

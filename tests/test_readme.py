@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.clone import cloned
+from helpers.clone import Clone, clone_with_a_run
 from helpers.commands import ROOT, blocks_of, look_over
 
 ENGLISH = ROOT / "README.md"
@@ -24,7 +25,8 @@ def test_the_two_commands_come_first_and_make_knows_them() -> None:
 
 
 def test_commands_of_the_readme_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    clone = cloned(tmp_path_factory.mktemp("clone"))
+    template = clone_with_a_run(tmp_path_factory)
+    clone = Clone(shutil.copytree(template, tmp_path_factory.mktemp("readme") / "clone"))
     for block in blocks_of(ENGLISH):
         if block.needs:
             look_over(block.commands)

@@ -67,7 +67,13 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+QUICK = ("float32", "bfloat16 O2", "float16")
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRECISIONS],
+)
 def test_killed_and_resumed_equals_straight(
     precision: str, configure: Configure, tmp_path: Path
 ) -> None:

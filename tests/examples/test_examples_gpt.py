@@ -180,7 +180,7 @@ def test_text_from_a_checkpoint_of_ours(trained: Path, capfd: pytest.CaptureFixt
     """The tokenizer is named nowhere: it is found by the data."""
     command, equals, _ = GENERATE.rpartition("=")
     more = small([*SMALL_MODEL, *BRIEF])
-    output = typed(f"{command}{equals}./output{more}", trained)
+    output = typed_warm(f"{command}{equals}./output{more}", trained, capfd)
     assert output.startswith(f"Prompt: {PROMPT}\nGeneration: {PROMPT}")
     step = f"{command}{equals}./output/step_2{more}"
     assert typed_warm(step, trained, capfd) == output

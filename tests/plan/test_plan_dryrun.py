@@ -68,7 +68,6 @@ LAYOUTS = {
 QUICK = {
     "one process",
     "mp4 sp O2, attention again",
-    "pp3 uneven O2",
     "interleaved",
     "a V",
     "stage 2 O1",

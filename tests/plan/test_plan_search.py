@@ -144,7 +144,7 @@ def test_a_file_that_does_not_divide_the_cluster_says_so() -> None:
     assert "do not divide" in str(made.own_problem)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.floats(1, 200), st.floats(1.01, 3))
 def test_more_memory_never_makes_a_fit_not_fit(gib: float, factor: float) -> None:
     cluster = parse_cluster("8xA100-80G")

@@ -219,11 +219,11 @@ def test_a_file_without_blank_lines_takes_little_memory(
 ) -> None:
     """A sentence to a line: a document too long is not kept, one that is not is kept once."""
     path = tmp_path / f"in.txt{ending}"
-    content = b"".join(b"%x on the mat\n" % (number * 7919) for number in range(100_000))
+    content = b"".join(b"%x on the mat\n" % (number * 7919) for number in range(50_000))
     path.write_bytes(COMPRESSORS[ending](content))
     file, reader = describe_input(path), ChunkReader(TextRule(max_document_bytes=limit))
     tracemalloc.start()
-    (document,) = reader.documents(file, 0, 100_000)
+    (document,) = reader.documents(file, 0, 50_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert isinstance(document, str) == (limit > len(content))
