@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from fourfold import heartbeat
+from fourfold.comm_timer import timed_comm
 from fourfold.errors import RunError, UserError
-from fourfold.waiting import communicating
 
 AXES = ("dp", "pp", "sharding", "mp")
 T = TypeVar("T")
@@ -415,7 +415,7 @@ class Mesh:
         if self.size == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64)
-        with communicating():
+        with timed_comm():
             dist.all_reduce(summed)
         return summed.tolist()
 
@@ -510,7 +510,7 @@ def sum_over(group: ProcessGroup | None, tensors: Sequence[torch.Tensor]) -> Non
     for same in by_type.values():
         # Flat, also because gloo mixes up the elements of tensors that are not contiguous.
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        with communicating():
+        with timed_comm():
             dist.all_reduce(flat, group=group)
         pieces = flat.split([tensor.numel() for tensor in same])
         for tensor, piece in zip(same, pieces):

@@ -10,7 +10,7 @@ import pytest
 
 # Each part imports only from parts to its left.
 ORDER = (
-    "errors atomic_files charts terminal heartbeat waiting signals processors shards config "
+    "errors atomic_files charts terminal heartbeat comm_timer signals processors shards config "
     "tokenizer data model mesh parallel cost optim metrics checkpoint engine"
 )
 CORE = ORDER.split()

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fourfold import heartbeat
 from fourfold.checkpoint import RankGroup
+from fourfold.comm_timer import excluded
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
@@ -28,7 +29,6 @@ from fourfold.parallel.precision import (
     unmet_list_entries,
 )
 from fourfold.signals import StopRequest
-from fourfold.waiting import uncounted
 
 
 class Engine:
@@ -178,7 +178,7 @@ class Engine:
         """The samples of the present step's global batch, on all ranks."""
         return self.batch_schedule.samples_of(self.step - 1)
 
-    @uncounted()
+    @excluded()
     def _evaluate(
         self, sinks: Sinks, part: Literal["eval", "test"], iterations: int, stop: StopRequest
     ) -> bool:

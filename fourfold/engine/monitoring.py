@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fourfold.comm_timer import comm_times
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
 from fourfold.errors import UserError
@@ -34,7 +35,6 @@ from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.model import ModelShape
 from fourfold.parallel import Precision
-from fourfold.waiting import waited
 
 
 class Monitoring:
@@ -86,7 +86,7 @@ class Monitoring:
         self.stragglers = Stragglers()
         self.comparison = None if prediction is None else PredictionCheck(prediction)
         self.reported_step = done_steps
-        self.waited_before = waited.copy()
+        self.waited_before = comm_times.copy()
 
     def end_step(self, outcome: StepOutcome) -> None:
         """Close the step; at the end of a logging window, record it."""
@@ -112,8 +112,8 @@ class Monitoring:
     def _with_ranks(self, record: Step) -> Step:
         """Add what the other ranks measured; every rank comes here at the same steps."""
         steps = record.step - self.reported_step
-        spent = waited.since(self.waited_before)
-        self.reported_step, self.waited_before = record.step, waited.copy()
+        spent = comm_times.since(self.waited_before)
+        self.reported_step, self.waited_before = record.step, comm_times.copy()
         own = OwnTimes(record.batch_seconds, spent.communication / steps, spent.bubble / steps)
         rows = self.mesh.all_gather(*own.values())
         if not self.on_cpu:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fourfold.comm_timer import timed_comm
 from fourfold.errors import RunError
 from fourfold.mesh import Mesh, sum_over
 from fourfold.model import ParamTable
 from fourfold.parallel.parameters import name_of, tied_keys
 from fourfold.shards import Shard, local
-from fourfold.waiting import communicating
 
 
 class Bucket:
@@ -51,7 +51,7 @@ class Bucket:
         if self.sent is None:
             self.send()
         assert self.sent is not None
-        with communicating():
+        with timed_comm():
             self.sent.wait()
         for gradient, summed in self.to_copy:
             gradient.copy_(summed)

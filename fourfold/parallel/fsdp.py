@@ -32,9 +32,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fourfold.comm_timer import timed_comm
 from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
-from fourfold.waiting import communicating
 
 
 class Sharding:
@@ -113,11 +113,11 @@ class TimedAllGather(DefaultAllGather):
     """Torch's own, with its time counted."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        with communicating():
+        with timed_comm():
             return super().__call__(*given, **named)
 
 
 class TimedReduceScatter(DefaultReduceScatter):
     def __call__(self, *given: Any, **named: Any) -> Any:
-        with communicating():
+        with timed_comm():
             return super().__call__(*given, **named)

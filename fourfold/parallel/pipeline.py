@@ -27,13 +27,13 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from fourfold import heartbeat
+from fourfold.comm_timer import comm_times
 from fourfold.config import Config
 from fourfold.mesh import Mesh
 from fourfold.model.gpt import GPT
 from fourfold.parallel.fsdp import Sharding
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.stages import Work, count_stages, forward_rounds, stages_of_rank
-from fourfold.waiting import waited
 
 Arguments = dict[str, Any]
 
@@ -174,7 +174,7 @@ class Pipeline:
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **arguments)
         # The time no stage computed in: empty places of the schedule, and transfers.
         busy = self._busy_seconds() - busy_before
-        waited.bubble += time.perf_counter() - start - busy
+        comm_times.bubble += time.perf_counter() - start - busy
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
     def _busy_seconds(self) -> float:

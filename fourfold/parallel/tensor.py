@@ -30,11 +30,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from fourfold.comm_timer import timed_comm
 from fourfold.model.gpt import GPT, CoreAttention, Head
 from fourfold.model.loss import Vocabulary
 from fourfold.model.params import split_range
 from fourfold.model.seeds import seed_dropout
-from fourfold.waiting import communicating
 
 
 def apply_model_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -225,13 +225,13 @@ class VocabularyRows(Vocabulary):
         foreign = (target < 0) | (target >= logits.shape[1])
         target = target.masked_fill(foreign, 0)
         largest = logits.amax(dim=1, keepdim=True)
-        with communicating():
+        with timed_comm():
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         logits.sub_(largest)
         target_logit = logits.gather(1, target).masked_fill_(foreign, 0.0)
         probabilities = logits.exp_()
         sums = torch.cat([probabilities.sum(dim=1, keepdim=True), target_logit], dim=1)  # (C, 2)
-        with communicating():
+        with timed_comm():
             dist.all_reduce(sums, group=self.group)
         normaliser, target_logit = sums.split(1, dim=1)
         probabilities.div_(normaliser)
@@ -297,7 +297,7 @@ class _Scatter(torch.autograd.Function):
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     # A copy, and contiguous: gloo mixes up the elements of tensors that are not.
     summed = x.clone(memory_format=torch.contiguous_format)
-    with communicating():
+    with timed_comm():
         dist.all_reduce(summed, group=group)
     return summed
 
@@ -306,7 +306,7 @@ def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(B, T, D) of every rank -> (B, T * ranks, D)."""
     first = x.transpose(0, 1).contiguous()  # (T, B, D): positions outermost, as they are gathered
     whole = first.new_empty((first.shape[0] * group.size(), *first.shape[1:]))
-    with communicating():
+    with timed_comm():
         dist.all_gather_single(whole, first, group=group)
     return whole.transpose(0, 1).contiguous()
 
@@ -315,6 +315,6 @@ def _scattered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(B, T * ranks, D) -> the sum over the ranks, of this rank's positions (B, T, D)."""
     whole = x.transpose(0, 1).contiguous()
     own = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
-    with communicating():
+    with timed_comm():
         dist.reduce_scatter_single(own, whole, group=group)
     return own.transpose(0, 1).contiguous()

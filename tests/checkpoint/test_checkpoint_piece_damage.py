@@ -17,7 +17,7 @@ from helpers.mutate import mutate
 from fourfold import checkpoint
 from fourfold.checkpoint.bounded import HASH, digest_of
 from fourfold.checkpoint.index import Part, RankRecord, read_parts
-from fourfold.checkpoint.legacy import checksum_of
+from fourfold.checkpoint.manifest import checksum_of
 from fourfold.errors import CheckpointError
 
 GOLDEN_V2 = Path(__file__).parent / "golden_v2"
