@@ -24,7 +24,7 @@ from fourfold.config import load_config
 from fourfold.cost.terms import Floats
 from fourfold.plan import parse_cluster, plan
 from fourfold.plan.calibrate import fit_numbers
-from fourfold.plan.coefficients import FILE, Coefficients, Fit
+from fourfold.plan.machine import COEFFICIENTS_FILE, CoefficientFit, Coefficients
 from fourfold.plan.published import FITTED_FAMILIES, Evidence, published_runs
 from fourfold.plan.selftest import FITTED_KINDS, self_test_lines
 
@@ -66,11 +66,11 @@ def fit() -> None:
         print(f"{kind}: {len(rows)} check rows, ninth decile of the error {decile:.2f}")
 
 
-def fit_without(evidence: Evidence, family: str) -> Fit:
+def fit_without(evidence: Evidence, family: str) -> CoefficientFit:
     return fit_published(evidence, [name for name in FITTED_FAMILIES if name != family])
 
 
-def fit_published(evidence: Evidence, families: Sequence[str] = FITTED_FAMILIES) -> Fit:
+def fit_published(evidence: Evidence, families: Sequence[str] = FITTED_FAMILIES) -> CoefficientFit:
     """Coefficients and sustained shares from the fit rows of these families alone."""
     rows = evidence.where((evidence.part == "fit") & np.isin(evidence.family, list(families)))
     counts = {family: int((rows.family == family).sum()) for family in families}
@@ -84,13 +84,15 @@ def fit_published(evidence: Evidence, families: Sequence[str] = FITTED_FAMILIES)
     return as_fit(fit_numbers(residuals, np.array(first), weights))
 
 
-def as_fit(numbers: Floats) -> Fit:
+def as_fit(numbers: Floats) -> CoefficientFit:
     values = [float(number) for number in numbers]
     coefficients = Coefficients(**dict(zip(NAMES, values, strict=False)))
-    return Fit(coefficients, dict(zip(FITTED_KINDS, values[len(NAMES) :], strict=True)))
+    return CoefficientFit(coefficients, dict(zip(FITTED_KINDS, values[len(NAMES) :], strict=True)))
 
 
-def write_fits(found: Fit, without: dict[str, Fit], path: Path = FILE) -> None:
+def write_fits(
+    found: CoefficientFit, without: dict[str, CoefficientFit], path: Path = COEFFICIENTS_FILE
+) -> None:
     content = {
         "origin": "python benchmarks/plan.py --fit",
         "values": asdict(found.coefficients),

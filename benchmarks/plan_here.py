@@ -33,14 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fourfold.config import Config
-from fourfold.cost.workload import spread_of
+from fourfold.cost.workload import spread_of, workload_of
 from fourfold.engine import build_engine
 from fourfold.mesh import Layout
 from fourfold.parallel import preload
 from fourfold.plan import Candidate, candidate_of, plan
 from fourfold.plan.cluster import Cluster, load_cluster
-from fourfold.plan.coefficients import load_coefficients
-from fourfold.plan.subject import subject_of
+from fourfold.plan.machine import load_coefficients
 from fourfold.processors import num_processors
 from fourfold.shards import is_sharded
 
@@ -122,9 +121,9 @@ def make_cases(desk: Desk, cluster: Cluster) -> dict[str, Case]:
     coefficients, cases = load_coefficients(), {}
     for name, (world, overrides) in LAYOUTS.items():
         config = desk.config(world, overrides)
-        subject = subject_of(config, on_cpu=True)
+        workload = workload_of(config, on_cpu=True)
         ranks = cluster.with_world(world)
-        predicted = candidate_of(subject, spread_of(config), ranks, coefficients)
+        predicted = candidate_of(workload, spread_of(config), ranks, coefficients)
         cases[name] = Case(world, config, predicted)
     for world in (1, 2, 4):
         best = plan(desk.config(1, [f"{MICRO}=1"]), cluster.with_world(world)).best

@@ -297,7 +297,7 @@ def _pick(plan: Plan, text: str) -> Candidate:
             raise UserError(f"--explain {text}: the table has rows 1 to {len(plan.candidates)}")
         return plan.candidates[int(text) - 1]
     fixed = _parse_fix(text, "--explain")
-    costs = search(plan.subject, plan.cluster, plan.coefficients, fixed)
+    costs = search(plan.workload, plan.cluster, plan.coefficients, fixed)
     if costs is None:
         raise UserError(
             f"--explain {text}: no legal layout of {plan.cluster.world} ranks has these"
@@ -305,7 +305,7 @@ def _pick(plan: Plan, text: str) -> Candidate:
     cluster = plan.cluster
     concern = concerns(costs.bytes_, cluster.usable_bytes, cluster.device.memory_band)
     spread = one_spread(costs.spread, int((concern * 1e12 + costs.seconds).argmin()))
-    return candidate_of(plan.subject, spread, plan.cluster, plan.coefficients)
+    return candidate_of(plan.workload, spread, plan.cluster, plan.coefficients)
 
 
 def _say_impossible(plan: Plan) -> None:

@@ -1,20 +1,22 @@
-"""What a price depends on: a network, its layout over ranks, the habits of the software.
+"""Workloads, what a price depends on: a network, its layout over ranks, the habits of the software.
 
-Each class is a row of plain numbers. Any field may instead be an array, one entry per layout; the
-formulas of memory.py and steptime.py work on both. `columns` turns many rows into one such row.
+Each of these three is a row of plain numbers. Any field may instead be an array, one entry per
+layout; the formulas of memory.py and steptime.py work on both. `columns` turns many rows into one
+such row. A `Workload` is what one configuration asks for, to be laid out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from fourfold.config import Config
+from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Numbers
-from fourfold.model import ModelShape, table_of
+from fourfold.model import ModelShape, count_parameters, table_of
 
 RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "full")
 
@@ -160,6 +162,7 @@ def take(row: Row, index: Any) -> Row:
 
 # -- what a configuration asks for ----------------------------------------------------------------
 
+PrecisionName = Literal["float32", "bfloat16", "float16"]
 CONTEXT_BYTES, CONTEXT_BYTES_CPU = 2.0e9, 0.33e9
 FRAGMENTATION = 0.05
 
@@ -222,4 +225,46 @@ def spread_of(config: Config) -> Spread:
         sequence_parallel=config.Model.sequence_parallel and layout.mp_degree > 1,
         schedule=layout.pp_schedule,
         virtual=layout.virtual_pp_degree,
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model and one global batch, to be laid out."""
+
+    config: Config
+    network: Network
+    software: Software
+    precision: PrecisionName
+    shape: ModelShape
+    global_batch: int
+    batches: tuple[int, ...]  # of every size that a growing batch has; the last is the whole
+
+    @property
+    def parameters(self) -> int:
+        return count_parameters(self.shape)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return int(self.global_batch * self.network.seq)
+
+    @property
+    def model_flops(self) -> float:
+        """Model FLOPs of one step, full attention: the numerator of MFU."""
+        return flops_per_token(self.shape, int(self.network.seq)) * self.tokens_per_step
+
+
+def workload_of(config: Config, *, on_cpu: bool = False) -> Workload:
+    model = config.Model
+    shape = ModelShape.of(model)
+    network = Network.of(shape, config.Data.dataset.max_seq_len)
+    precision = config.Engine.mix_precision.dtype
+    return Workload(
+        config=config,
+        network=network,
+        software=software_of(config, on_cpu=on_cpu),
+        precision=precision,
+        shape=shape,
+        global_batch=config.Data.batch_size.global_batch_size,
+        batches=tuple(config.batch_schedule.batches),
     )

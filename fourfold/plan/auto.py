@@ -155,12 +155,12 @@ def _gpus() -> tuple[Device, int]:
 def _nothing_fits(made: Plan, constraints: LayoutConstraints, world: int) -> str:
     if made.costs is not None:
         return "\n".join(impossible(made))
-    network, kept = made.subject.network, _kept(constraints)
+    network, kept = made.workload.network, _kept(constraints)
     return (
         f"no layout of {world} process(es) {f'with {kept} ' if kept else ''}is legal: dp * pp * "
         f"sharding * mp must be {world}, with mp a divisor of {network.heads} heads and of "
         f"{network.ffn} ffn columns, pp at most {network.layers} layers, and dp * sharding * "
-        f"micro-batch a divisor of the global batch of {made.subject.global_batch}; "
+        f"micro-batch a divisor of the global batch of {made.workload.global_batch}; "
         f"{'free a degree' if kept else 'change the batch'}, or start another number of processes"
     )
 

@@ -19,14 +19,13 @@ import numpy as np
 from fourfold.config import load_config
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Floats
-from fourfold.cost.workload import spread_of
+from fourfold.cost.workload import Workload, spread_of, workload_of
 from fourfold.errors import UserError
 from fourfold.metrics.jsonl import FILE_NAME, RunFacts, read_facts, read_jsonl
 from fourfold.parallel import layout_of
 from fourfold.plan.cluster import GIB, Cluster
-from fourfold.plan.coefficients import load_coefficients
+from fourfold.plan.machine import load_coefficients
 from fourfold.plan.planner import Candidate, candidate_of
-from fourfold.plan.subject import Subject, subject_of
 from fourfold.plan.suggestions import physics_check
 
 FEWEST_STEPS = 5
@@ -88,21 +87,21 @@ def calibrate(
     measured = record.step_time(config.Data.batch_size.global_batch_size)
     # As the ranks of this run found it; what other numbers of them find was not calibrated.
     cluster = cluster.with_world(record.world).model_copy(update={"shared_by": {}})
-    subject = subject_of(config, on_cpu=cluster.device.is_cpu)
-    before = _predict(subject, cluster)
-    moved = _fit(subject, cluster, measured.seconds)
+    workload = workload_of(config, on_cpu=cluster.device.is_cpu)
+    before = _predict(workload, cluster)
+    moved = _fit(workload, cluster, measured.seconds)
     # A run whose steps vary that much tells little, but what is written must be readable.
     band = min(max(NARROWEST_BAND, measured.scatter), 1.0)
     device = moved.device.model_copy(update={"band": band, "band_below": None})
     moved = moved.model_copy(update={"device": device})
-    after = _predict(subject, moved)
+    after = _predict(workload, moved)
     lines = [
         f"{measured.steps} steps of {record.world} process(es), {measured.seconds:.4g} s each "
         f"(second half, ±{measured.scatter:.1%}); predicted {before.seconds:.4g} s "
         f"({before.seconds / measured.seconds - 1:+.1%}), calibrated {after.seconds:.4g} s",
         *_moved_lines(cluster, moved),
         *_memory_lines(before, record),
-        *_rate_lines(subject, before, cluster, measured),
+        *_rate_lines(workload, before, cluster, measured),
     ]
     return Calibration(moved, lines)
 
@@ -141,14 +140,16 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-def _predict(subject: Subject, cluster: Cluster) -> Candidate:
-    spread = spread_of(subject.config)
-    return candidate_of(subject, spread, cluster.with_world(int(spread.world)), load_coefficients())
+def _predict(workload: Workload, cluster: Cluster) -> Candidate:
+    spread = spread_of(workload.config)
+    return candidate_of(
+        workload, spread, cluster.with_world(int(spread.world)), load_coefficients()
+    )
 
 
-def _fit(subject: Subject, cluster: Cluster, seconds: float) -> Cluster:
+def _fit(workload: Workload, cluster: Cluster, seconds: float) -> Cluster:
     names = [name for name in MOVED if getattr(cluster.device, name) > 0]
-    if subject.precision == "float32":
+    if workload.precision == "float32":
         names[names.index("sustained")] = "sustained_fp32"
 
     def with_numbers(numbers: Floats) -> Cluster:
@@ -159,7 +160,7 @@ def _fit(subject: Subject, cluster: Cluster, seconds: float) -> Cluster:
         return cluster.model_copy(update={"device": cluster.device.model_copy(update=values)})
 
     def residuals(numbers: Floats) -> Floats:
-        predicted = _predict(subject, with_numbers(numbers)).seconds
+        predicted = _predict(workload, with_numbers(numbers)).seconds
         return np.array([math.log(predicted / seconds)])
 
     start = np.array([float(getattr(cluster.device, name)) for name in names])
@@ -183,13 +184,13 @@ def _memory_lines(before: Candidate, record: RunRecord) -> Iterator[str]:
 
 
 def _rate_lines(
-    subject: Subject, before: Candidate, cluster: Cluster, measured: StepTime
+    workload: Workload, before: Candidate, cluster: Cluster, measured: StepTime
 ) -> Iterator[str]:
     spread = before.spread
     mode = None if spread.recompute == "none" else spread.recompute
-    flops = flops_per_token(subject.shape, int(subject.network.seq), recompute=mode)
-    rate = flops * subject.tokens_per_step / measured.seconds / int(spread.world)
-    peak = float(cluster.machine(subject.precision).peak)
+    flops = flops_per_token(workload.shape, int(workload.network.seq), recompute=mode)
+    rate = flops * workload.tokens_per_step / measured.seconds / int(spread.world)
+    peak = float(cluster.machine(workload.precision).peak)
     warning = physics_check(rate, peak, "hardware FLOP/s of this run")
     if warning is not None:
         yield warning

@@ -20,7 +20,6 @@ from fourfold.plan.cluster import (
     Device,
     find_device,
 )
-from fourfold.plan.coefficients import load_coefficients
 from fourfold.plan.layertime import (
     BACKWARD_KERNELS,
     LOGIT_MOVES,
@@ -28,7 +27,7 @@ from fourfold.plan.layertime import (
     head_seconds,
     layer_time,
 )
-from fourfold.plan.machine import Machine
+from fourfold.plan.machine import Machine, load_coefficients
 from fourfold.plan.measuring import (
     HEAD_TOKENS,
     LAYER,

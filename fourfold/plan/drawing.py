@@ -50,7 +50,7 @@ class Chart:
 def draw(plan: Plan, top: int, path: Path) -> None:
     """Draw the best `top` layouts and the file's own to `path`, by its suffix."""
     charts = charts_of(plan, top)
-    heading = f"{size_text(plan.subject.parameters)} parameters on {plan.cluster}"
+    heading = f"{size_text(plan.workload.parameters)} parameters on {plan.cluster}"
     try:
         if path.suffix == ".html":
             replace_text(path, _html(heading, charts))

@@ -18,20 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import Config
-from fourfold.cost.memory import stage_parameters
+from fourfold.cost.memory import stage_parameters, traffic_of
 from fourfold.cost.rank_memory import RankMemory, memory_of_rank
-from fourfold.cost.traffic import traffic_of
-from fourfold.cost.workload import spread_of
+from fourfold.cost.workload import spread_of, workload_of
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
 from fourfold.optim import build_optimizer
 from fourfold.parallel import Runner, assemble, draft, layout_of
-from fourfold.plan.subject import subject_of
-from fourfold.plan.timeline import Timeline, timeline_of
 from fourfold.shards import local
 from fourfold.terminal import in_bytes
 
@@ -174,8 +177,8 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     place = layout.coordinates(rank)
     placed = ", ".join(f"{axis} {place[axis]}" for axis in AXES)
     yield f"rank {rank} of {layout.world_size}, layout {layout}: {placed}"
-    subject, spread = subject_of(config), spread_of(config)
-    planned = stage_parameters(subject.network, spread, place["pp"], place["mp"])
+    workload, spread = workload_of(config), spread_of(config)
+    planned = stage_parameters(workload.network, spread, place["pp"], place["mp"])
     yield (
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "
         f"({planned:,.0f} planned), of which this rank keeps {ran.kept:,}"
@@ -197,7 +200,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
             f"({ran.timeline.idle_share:.2%}); a forward pass is one, a backward pass two"
         )
     yield from _traffic_lines(ran)
-    planned = traffic_of(subject.network, spread, subject.software, place["pp"])
+    planned = traffic_of(workload.network, spread, workload.software, place["pp"])
     told = [f"{axis} {_size(int(size))}" for axis, size in planned.items() if size]
     if told:
         yield f"planned to send, an all-reduce counted twice: {', '.join(told)}"
@@ -299,3 +302,130 @@ def _largest(given: Any) -> int:
         elif isinstance(value, list):
             sizes.append(sum(_largest([inner]) for inner in value))
     return max(sizes)
+
+
+# -- a pipeline schedule laid out in time ---------------------------------------------------------
+#
+# The order of every rank is torch's own. A forward pass takes one slot, a backward pass two (its
+# halves, where a schedule splits it, one each); an action starts when the rank is free and what it
+# needs has arrived, and messages take no time.
+
+
+SLOTS = {
+    _ComputationType.FORWARD: 1,
+    _ComputationType.FULL_BACKWARD: 2,
+    _ComputationType.BACKWARD_INPUT: 1,
+    _ComputationType.BACKWARD_WEIGHT: 1,
+}
+SHOWN_AT_THE_START, SHOWN_AT_THE_END = 14, 6
+
+Orders = dict[int, list[_Action]]  # by pipeline rank
+Key = tuple[int, bool, int]  # stage, whether forward, micro-batch
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One rank's share of a step."""
+
+    actions: list[_Action]
+    idle: int  # slots in which this rank waits
+    slots: int  # of the whole step
+
+    @property
+    def idle_share(self) -> float:
+        return self.idle / self.slots
+
+    def text(self) -> str:
+        """`F0 F1 B0 F2 B1`; with several stages a rank `0F0 4F0`; the middle left out."""
+        several = len({action.stage_index for action in self.actions}) > 1
+        words = [
+            f"{action.stage_index if several else ''}{action.computation_type.value}"
+            f"{action.microbatch_index}"
+            for action in self.actions
+        ]
+        if len(words) > SHOWN_AT_THE_START + SHOWN_AT_THE_END + 1:
+            left_out = len(words) - SHOWN_AT_THE_START - SHOWN_AT_THE_END
+            middle = f"... {left_out:,} more ..."
+            words = [*words[:SHOWN_AT_THE_START], middle, *words[-SHOWN_AT_THE_END:]]
+        return " ".join(words)
+
+
+def timeline_of(schedule: _PipelineSchedule, pp_rank: int) -> Timeline:
+    orders = orders_of(schedule)
+    ends = _run(orders)
+    busy = sum(SLOTS[action.computation_type] for action in orders[pp_rank])
+    slots = max(ends)
+    return Timeline(orders[pp_rank], slots - busy, slots)
+
+
+def orders_of(schedule: _PipelineSchedule) -> Orders:
+    """What every rank computes, in its order."""
+    single = isinstance(schedule, PipelineScheduleSingle)
+    told = schedule._get_pipeline_order() if single else schedule.pipeline_order  # type: ignore[attr-defined]
+    orders = {rank: list(_computing(actions)) for rank, actions in told.items()}
+    # Torch's table of 1F1B numbers the last stage's forward passes from 1; it runs them from 0.
+    return {rank: _renumbered(order) for rank, order in orders.items()} if single else orders
+
+
+def _computing(actions: list[_Action | None]) -> list[_Action]:
+    """Without waits and reductions, and with passes that torch joins apart again."""
+    found: list[_Action] = []
+    for action in actions:
+        if action is not None and action.sub_actions is not None:
+            found += _computing([*action.sub_actions])
+        elif action is not None and action.computation_type in SLOTS:
+            found.append(action)
+    return found
+
+
+def _renumbered(order: list[_Action]) -> list[_Action]:
+    forwards = 0
+    renumbered = []
+    for action in order:
+        if action.computation_type == _ComputationType.FORWARD:
+            action = action._replace(microbatch_index=forwards)
+            forwards += 1
+        renumbered.append(action)
+    return renumbered
+
+
+def _run(orders: Orders) -> list[int]:
+    """The slot in which each rank ends."""
+    last_stage = max(action.stage_index for order in orders.values() for action in order)
+    done: dict[Key, int] = {}
+    clocks = dict.fromkeys(orders, 0)
+    places = dict.fromkeys(orders, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in orders.items():
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                ready = _ready(action, last_stage, done)
+                if ready is None:
+                    break
+                clocks[rank] = max(clocks[rank], ready) + SLOTS[action.computation_type]
+                if action.computation_type != _ComputationType.BACKWARD_WEIGHT:
+                    done[_key(action)] = clocks[rank]
+                places[rank] += 1
+                moved = True
+    assert all(places[rank] == len(order) for rank, order in orders.items()), "a deadlock"
+    return list(clocks.values())
+
+
+def _key(action: _Action) -> Key:
+    assert action.microbatch_index is not None
+    forward = action.computation_type == _ComputationType.FORWARD
+    return action.stage_index, forward, action.microbatch_index
+
+
+def _ready(action: _Action, last_stage: int, done: dict[Key, int]) -> int | None:
+    """When its input is there; None while that is not known."""
+    stage, forward, micro_batch = _key(action)
+    if action.computation_type == _ComputationType.BACKWARD_WEIGHT:
+        return done.get((stage, False, micro_batch))
+    if forward:
+        return 0 if stage == 0 else done.get((stage - 1, True, micro_batch))
+    if stage == last_stage:
+        return done.get((stage, True, micro_batch))
+    return done.get((stage + 1, False, micro_batch))

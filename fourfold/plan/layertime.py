@@ -15,8 +15,7 @@ import numpy as np
 from fourfold.cost.flops import forward_flops
 from fourfold.cost.terms import Numbers
 from fourfold.cost.workload import Network, Software, Spread
-from fourfold.plan.coefficients import Coefficients
-from fourfold.plan.machine import Group, Machine, all_reduce_seconds, gather_seconds
+from fourfold.plan.machine import Coefficients, Group, Machine, all_reduce_seconds, gather_seconds
 
 TILE = 128 * 256  # results a multiprocessor works on at a time
 # Bytes per score of the attention table that is written and read again, in 2-byte numbers:

@@ -18,13 +18,12 @@ from fourfold.config import Config
 from fourfold.config.rules import divides_model, schedule_fits, stages_fit
 from fourfold.cost.memory import fullest_stage
 from fourfold.cost.terms import Breakdown
-from fourfold.cost.workload import Spread, spread_of
+from fourfold.cost.workload import Spread, Workload, spread_of, workload_of
 from fourfold.mesh import Layout
 from fourfold.plan.cluster import Cluster
-from fourfold.plan.coefficients import Coefficients, load_coefficients
+from fourfold.plan.machine import Coefficients, load_coefficients
 from fourfold.plan.search import Costs, Fixed, concerns, one_spread, search
 from fourfold.plan.steptime import step_time_of
-from fourfold.plan.subject import Subject, subject_of
 
 Fit = Literal["fits", "tight", "no"]
 COMMUNICATION = ("tensor parallel", "pipeline sends", "data parallel")
@@ -140,7 +139,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    subject: Subject
+    workload: Workload
     cluster: Cluster
     coefficients: Coefficients
     candidates: list[Candidate]  # ranked; empty when nothing fits
@@ -167,11 +166,11 @@ def plan(
     layout of `config` is not the file's own, where the file's is none of this cluster.
     """
     coefficients = coefficients or load_coefficients()
-    subject = subject_of(config, on_cpu=cluster.device.is_cpu)
-    costs = search(subject, cluster, coefficients, fixed)
+    workload = workload_of(config, on_cpu=cluster.device.is_cpu)
+    costs = search(workload, cluster, coefficients, fixed)
     chosen = [] if costs is None else _best_of_each_cut(costs, cluster)
     candidates = [
-        candidate_of(subject, one_spread(costs.spread, index), cluster, coefficients)
+        candidate_of(workload, one_spread(costs.spread, index), cluster, coefficients)
         for index in chosen
         if costs is not None
     ]
@@ -179,24 +178,24 @@ def plan(
     candidates.sort(
         key=lambda one: (widest is not None and one.spread.mp > widest, one.concern, one.seconds)
     )
-    own, problem = _own(subject, cluster) if own_problem is None else (None, own_problem)
+    own, problem = _own(workload, cluster) if own_problem is None else (None, own_problem)
     return Plan(
-        subject,
+        workload,
         cluster,
         coefficients,
         candidates,
-        None if own is None else candidate_of(subject, own, cluster, coefficients),
+        None if own is None else candidate_of(workload, own, cluster, coefficients),
         problem,
         costs,
     )
 
 
 def candidate_of(
-    subject: Subject, spread: Spread, cluster: Cluster, coefficients: Coefficients
+    workload: Workload, spread: Spread, cluster: Cluster, coefficients: Coefficients
 ) -> Candidate:
-    machine = cluster.machine(subject.precision)
-    memory, stage = fullest_stage(subject.network, spread, subject.software)
-    time = step_time_of(subject.network, spread, subject.software, machine, coefficients)
+    machine = cluster.machine(workload.precision)
+    memory, stage = fullest_stage(workload.network, spread, workload.software)
+    time = step_time_of(workload.network, spread, workload.software, machine, coefficients)
     seconds = float(time.total)
     return Candidate(
         spread=spread,
@@ -207,8 +206,8 @@ def candidate_of(
         band=cluster.device.band,
         band_below=cluster.device.band_below or cluster.device.band,
         memory_band=cluster.device.memory_band,
-        tokens_per_second=subject.tokens_per_step / seconds,
-        mfu=subject.model_flops / seconds / (float(machine.peak) * int(spread.world)),
+        tokens_per_second=workload.tokens_per_step / seconds,
+        mfu=workload.model_flops / seconds / (float(machine.peak) * int(spread.world)),
     )
 
 
@@ -239,9 +238,9 @@ def _best_of_each_cut(costs: Costs, cluster: Cluster) -> list[int]:
 CUT = ("mp", "pp", "dp", "sharding")
 
 
-def _own(subject: Subject, cluster: Cluster) -> tuple[Spread | None, str | None]:
+def _own(workload: Workload, cluster: Cluster) -> tuple[Spread | None, str | None]:
     """The file's layout with the data degree this cluster gives, or why it cannot be."""
-    spread, network = spread_of(subject.config), subject.network
+    spread, network = spread_of(workload.config), workload.network
     others = spread.mp * spread.pp * spread.sharding
     if cluster.world % others:
         return None, (
@@ -249,10 +248,10 @@ def _own(subject: Subject, cluster: Cluster) -> tuple[Spread | None, str | None]
             f"ranks do not divide the {cluster.world} of {cluster}"
         )
     dp = cluster.world // others
-    local = subject.global_batch // (dp * spread.sharding)
-    if any(batch % (dp * spread.sharding * spread.micro_batch) for batch in subject.batches):
+    local = workload.global_batch // (dp * spread.sharding)
+    if any(batch % (dp * spread.sharding * spread.micro_batch) for batch in workload.batches):
         return None, (
-            f"the file's batch of {subject.global_batch} in micro-batches of {spread.micro_batch} "
+            f"the file's batch of {workload.global_batch} in micro-batches of {spread.micro_batch} "
             f"does not divide over {dp * spread.sharding} data ranks"
         )
     spread = replace(spread, dp=dp, micro_batches=local // spread.micro_batch)

@@ -25,8 +25,7 @@ from fourfold.cost.terms import Floats
 from fourfold.cost.workload import Network, Software, Spread, columns
 from fourfold.errors import UserError
 from fourfold.plan.cluster import PRESETS, Cluster, Device, find_device
-from fourfold.plan.coefficients import Coefficients
-from fourfold.plan.machine import Machine, machine_columns
+from fourfold.plan.machine import Coefficients, Machine, machine_columns
 from fourfold.plan.steptime import step_time_of
 
 FILE = Path(__file__).with_name("published_runs.csv")

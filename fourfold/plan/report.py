@@ -33,7 +33,7 @@ class Economics:
 
     def __init__(self, plan: Plan, tokens: float | None, price: float | None) -> None:
         self.plan, self.tokens, self.price = plan, tokens, price
-        self.goodput: Goodput = goodput_of(plan.subject.parameters, plan.cluster)
+        self.goodput: Goodput = goodput_of(plan.workload.parameters, plan.cluster)
 
     def bill(self, candidate: Candidate) -> Bill | None:
         if self.tokens is None:
@@ -51,7 +51,7 @@ class Economics:
             f"{self.tokens:.4g} tokens: {bill.days:.1f} days on {self.plan.cluster}{cost}; "
             f"{self.goodput.text()}"
         )
-        parameters = self.plan.subject.parameters
+        parameters = self.plan.workload.parameters
         needed = [
             (days, devices_for(days, self.tokens, rate, parameters, self.plan.cluster))
             for days in DEADLINES
@@ -123,13 +123,13 @@ def size_text(parameters: int) -> str:
 
 
 def heading_lines(plan: Plan) -> Iterator[str]:
-    subject, costs = plan.subject, plan.costs
+    workload, costs = plan.workload, plan.costs
     looked = 0 if costs is None else len(costs)
     fitting = 0 if costs is None else int((costs.bytes_ <= plan.cluster.usable_bytes).sum())
     yield (
-        f"{size_text(subject.parameters)} parameters, {plan.cluster} = "
-        f"{count(plan.cluster.world, 'device')}, global batch {subject.global_batch} x "
-        f"{subject.network.seq} tokens, {subject.precision}"
+        f"{size_text(workload.parameters)} parameters, {plan.cluster} = "
+        f"{count(plan.cluster.world, 'device')}, global batch {workload.global_batch} x "
+        f"{workload.network.seq} tokens, {workload.precision}"
     )
     ways = count(len(plan.candidates), "way")
     yield (
@@ -167,7 +167,7 @@ def advice_lines(plan: Plan, economics: Economics) -> Iterator[str]:
             f"  {change.knob}: {change.time:+.1%} time, {change.bytes_ / GIB:+.1f} GiB"
             + ("" if change.fit == "fits" else f" ({change.fit})")
         )
-    for remark in shape_lint(plan.subject, best):
+    for remark in shape_lint(plan.workload, best):
         yield f"shape: {remark}"
     yield from precision_advice(plan)
     yield _band_line(best, plan)
@@ -216,8 +216,8 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
 
     return {
         "cluster": plan.cluster.model_dump(),
-        "parameters": plan.subject.parameters,
-        "global_batch_size": plan.subject.global_batch,
+        "parameters": plan.workload.parameters,
+        "global_batch_size": plan.workload.global_batch,
         "layouts": 0 if plan.costs is None else len(plan.costs),
         "candidates": [entry(candidate) for candidate in plan.candidates[:top]],
         "own": None if plan.own is None else entry(plan.own),
@@ -262,9 +262,9 @@ def _memory(candidate: Candidate) -> Iterator[str]:
 
 def _layer(plan: Plan, candidate: Candidate) -> Iterator[str]:
     """One layer, one micro-batch: what the step's per-layer seconds are made of."""
-    subject, spread, c = plan.subject, candidate.spread, plan.coefficients
-    network, software = subject.network, subject.software
-    machine = plan.cluster.machine(subject.precision)
+    workload, spread, c = plan.workload, candidate.spread, plan.coefficients
+    network, software = workload.network, workload.software
+    machine = plan.cluster.machine(workload.precision)
     tokens = spread.micro_batch * network.seq
     size = software.compute_bytes
     yield f"one layer, one micro-batch of {spread.micro_batch} x {network.seq} = {tokens} tokens:"
@@ -312,14 +312,14 @@ def _step(plan: Plan, candidate: Candidate) -> Iterator[str]:
 
 
 def _rates(plan: Plan, candidate: Candidate) -> Iterator[str]:
-    subject, world = plan.subject, plan.cluster.world
-    machine = plan.cluster.machine(subject.precision)
+    workload, world = plan.workload, plan.cluster.world
+    machine = plan.cluster.machine(workload.precision)
     yield (
-        f"tokens/s = {subject.tokens_per_step:,} / {candidate.seconds:.4f} s = "
+        f"tokens/s = {workload.tokens_per_step:,} / {candidate.seconds:.4f} s = "
         f"{candidate.tokens_per_second:,.0f}; TGS = {candidate.tokens_per_device:,.1f}"
     )
     yield (
-        f"MFU = {subject.model_flops:.4g} model FLOPs (full attention, recomputation not counted) "
+        f"MFU = {workload.model_flops:.4g} model FLOPs (full attention, recomputation not counted) "
         f"/ {candidate.seconds:.4f} s / ({world} x {float(machine.peak) / 1e12:g} TFLOP/s) = "
         f"{candidate.mfu:.1%}"
     )

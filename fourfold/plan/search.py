@@ -1,6 +1,6 @@
 """Every layout a model and a cluster allow, and what each costs.
 
-Enumeration uses the arithmetic of the configuration's own checks (config/legal.py), so a layout
+Enumeration uses the arithmetic of the configuration's own checks (config/rules.py), so a layout
 is offered if and only if training accepts it. Only what cannot be best is left out: a schedule
 that needs more memory than another one and is never faster, where that other one is legal. The
 zero-bubble schedules are tried when asked for: torch's cannot evaluate, and lose gradients with
@@ -21,12 +21,10 @@ import numpy as np
 from fourfold.config.rules import SPLIT_SCHEDULES, divides_model, schedule_fits, stages_fit
 from fourfold.cost.memory import fullest_stage
 from fourfold.cost.terms import Breakdown, Floats
-from fourfold.cost.workload import RECOMPUTE_MODES, Spread, take
+from fourfold.cost.workload import RECOMPUTE_MODES, Spread, Workload, take
 from fourfold.plan.cluster import Cluster
-from fourfold.plan.coefficients import Coefficients
-from fourfold.plan.machine import Machine
+from fourfold.plan.machine import Coefficients, Machine
 from fourfold.plan.steptime import step_time_of
-from fourfold.plan.subject import Subject
 
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
@@ -51,13 +49,13 @@ class Costs:
         return len(self.bytes_)
 
 
-def legal_spreads(subject: Subject, world: int, fixed: Fixed | None = None) -> Spread | None:
+def legal_spreads(workload: Workload, world: int, fixed: Fixed | None = None) -> Spread | None:
     """All legal layouts of `world` ranks as columns; None when there is none."""
     fixed = fixed or {}
     rows = [
         (*degrees, *pipeline)
-        for degrees in _degrees(subject, world, fixed)
-        for pipeline in _pipelines(subject, degrees, fixed)
+        for degrees in _degrees(workload, world, fixed)
+        for pipeline in _pipelines(workload, degrees, fixed)
     ]
     if not rows:
         return None
@@ -65,17 +63,17 @@ def legal_spreads(subject: Subject, world: int, fixed: Fixed | None = None) -> S
     columns = dict(
         zip(names, (np.array(column) for column in zip(*rows, strict=True)), strict=True)
     )
-    return _with_variants(columns, subject, fixed)
+    return _with_variants(columns, workload, fixed)
 
 
-def _degrees(subject: Subject, world: int, fixed: Fixed) -> Iterator[tuple[int, int, int, int]]:
-    network = subject.network
+def _degrees(workload: Workload, world: int, fixed: Fixed) -> Iterator[tuple[int, int, int, int]]:
+    network = workload.network
     for mp in _allowed(_divisors(world), fixed, "mp"):
         if not divides_model(mp, network.heads, network.ffn):
             continue
         for pp in _allowed(_divisors(world // mp), fixed, "pp"):
             data = world // (mp * pp)
-            if pp > network.layers or any(batch % data for batch in subject.batches):
+            if pp > network.layers or any(batch % data for batch in workload.batches):
                 continue
             for sharding in _allowed(_divisors(data), fixed, "sharding"):
                 if fixed.get("dp", data // sharding) == data // sharding:
@@ -83,16 +81,16 @@ def _degrees(subject: Subject, world: int, fixed: Fixed) -> Iterator[tuple[int, 
 
 
 def _pipelines(
-    subject: Subject, degrees: tuple[int, int, int, int], fixed: Fixed
+    workload: Workload, degrees: tuple[int, int, int, int], fixed: Fixed
 ) -> Iterator[tuple[int, int, str, int]]:
     """(micro_batch, micro_batches, schedule, stages per rank)."""
     _, pp, dp, sharding = degrees
-    shares = [batch // (dp * sharding) for batch in subject.batches]
+    shares = [batch // (dp * sharding) for batch in workload.batches]
     for micro_batch in _allowed(_divisors(math.gcd(*shares)), fixed, "micro_batch"):
         if micro_batch > LARGEST_MICRO_BATCH and "micro_batch" not in fixed:
             continue
         counts = [local // micro_batch for local in shares]
-        for schedule, virtual in _schedules(subject.network.layers, pp, counts, fixed):
+        for schedule, virtual in _schedules(workload.network.layers, pp, counts, fixed):
             yield micro_batch, counts[-1], schedule, virtual
 
 
@@ -122,9 +120,9 @@ def _schedules(
                 yield name, virtual
 
 
-def _with_variants(columns: dict[str, np.ndarray], subject: Subject, fixed: Fixed) -> Spread:
+def _with_variants(columns: dict[str, np.ndarray], workload: Workload, fixed: Fixed) -> Spread:
     """Cross every row with the sharding stages, recompute modes and sequence parallelism."""
-    seq = subject.network.seq
+    seq = workload.network.seq
     count = len(columns["mp"])
     picks = []
     for stage in _allowed((1, 2, 3), fixed, "stage"):
@@ -149,7 +147,7 @@ def _with_variants(columns: dict[str, np.ndarray], subject: Subject, fixed: Fixe
 
 
 def cost_of(
-    subject: Subject,
+    workload: Workload,
     spread: Spread,
     machine: Machine,
     coefficients: Coefficients,
@@ -157,13 +155,13 @@ def cost_of(
     time_all: bool = False,
 ) -> Costs:
     """Memory of all; time of those within twice the memory, or of all."""
-    memory, stage = fullest_stage(subject.network, spread, subject.software)
+    memory, stage = fullest_stage(workload.network, spread, workload.software)
     bytes_ = np.asarray(memory.total, dtype=float)
     wanted = np.ones(len(bytes_), dtype=bool) if time_all else bytes_ <= 2 * machine.memory_bytes
     seconds = np.full(len(bytes_), np.inf)
     if wanted.any():
         some = take(spread, wanted)
-        timed = step_time_of(subject.network, some, subject.software, machine, coefficients)
+        timed = step_time_of(workload.network, some, workload.software, machine, coefficients)
         seconds[wanted] = np.asarray(timed.total)
     return Costs(spread, memory, np.asarray(stage, dtype=float), bytes_, seconds)
 
@@ -176,15 +174,15 @@ def concerns(bytes_: Floats, capacity: float, memory_band: float) -> Floats:
 
 
 def search(
-    subject: Subject,
+    workload: Workload,
     cluster: Cluster,
     coefficients: Coefficients,
     fixed: Fixed | None = None,
 ) -> Costs | None:
-    spread = legal_spreads(subject, cluster.world, fixed)
+    spread = legal_spreads(workload, cluster.world, fixed)
     if spread is None:
         return None
-    return cost_of(subject, spread, cluster.machine(subject.precision), coefficients)
+    return cost_of(workload, spread, cluster.machine(workload.precision), coefficients)
 
 
 def one_spread(spread: Spread, index: int) -> Spread:

@@ -20,7 +20,7 @@ from fourfold.cost.terms import Floats
 from fourfold.cost.workload import CONTEXT_BYTES, FRAGMENTATION, Network, Software, Spread
 from fourfold.model import ModelShape
 from fourfold.plan.cluster import MEMORY_BAND, PRESETS, parse_cluster
-from fourfold.plan.coefficients import Coefficients, Fit, load_coefficients, load_left_out
+from fourfold.plan.machine import CoefficientFit, Coefficients, load_coefficients, load_left_out
 from fourfold.plan.published import (
     FILE,
     MEGATRON,
@@ -67,7 +67,9 @@ def self_test_lines(rows: Path | None = None) -> Iterator[str]:
     yield from (target.line() for target in targets)
 
 
-def _step_times(evidence: Evidence, errors: Floats, without: dict[str, Fit]) -> Iterator[str]:
+def _step_times(
+    evidence: Evidence, errors: Floats, without: dict[str, CoefficientFit]
+) -> Iterator[str]:
     yield ""
     yield "step time, predicted against measured (mean absolute error, mean error, worst):"
     heads = f"{'rows':>5}{'mean |e|':>10}{'mean e':>9}{'worst':>8}  left out"
@@ -88,7 +90,7 @@ def _step_times(evidence: Evidence, errors: Floats, without: dict[str, Fit]) -> 
     yield "  quoted: figures recalled from papers, shown for orientation only"
 
 
-def _left_out(evidence: Evidence, family: str, fit: Fit) -> float:
+def _left_out(evidence: Evidence, family: str, fit: CoefficientFit) -> float:
     """Error on all rows of a family by a fit that saw none of them."""
     rows = evidence.where(evidence.family == family)
     return float(np.abs(rows.errors(fit.coefficients, fit.sustained)).mean())

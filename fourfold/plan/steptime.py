@@ -14,9 +14,10 @@ import numpy as np
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.terms import Breakdown, Numbers, Term
 from fourfold.cost.workload import Network, Software, Spread
-from fourfold.plan.coefficients import Coefficients
+from fourfold.parallel.stages import V_SCHEDULES
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
 from fourfold.plan.machine import (
+    Coefficients,
     Group,
     Machine,
     all_reduce_seconds,
@@ -199,7 +200,7 @@ def _idle_share(spread: Spread, layer: LayerTime) -> Numbers:
     m, p = spread.micro_batches, spread.pp
     waits = np.maximum(p - m, 0) + (np.minimum(m, p) - 1) / spread.virtual
     schedule = np.asarray(spread.schedule)
-    in_v = (schedule == "ZBVZeroBubble") | (schedule == "DualPipeV")
+    in_v = np.isin(schedule, V_SCHEDULES)
     usual = (
         waits / np.maximum(p - 1, 1) * np.where(schedule == "InterleavedZeroBubble", partly, 1.0)
     )

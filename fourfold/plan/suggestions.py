@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold.cost.memory import fullest_stage
-from fourfold.cost.workload import Spread
+from fourfold.cost.workload import Spread, Workload
 from fourfold.plan.cluster import GIB, PRESETS, Cluster
 from fourfold.plan.planner import CUT, Candidate, Fit, Plan, candidate_of, fit_of
 from fourfold.plan.search import legal_spreads, one_spread
-from fourfold.plan.subject import Subject
 
 WORTH_SAYING = 0.005  # of the step time or of the memory
 IMPLAUSIBLE = 0.75  # of the peak: no training run reaches it
@@ -124,7 +123,7 @@ def _change(knob: str, before: Candidate, after: Candidate) -> Change:
 def _neighbours(plan: Plan, spread: Spread) -> Iterator[tuple[str, Spread]]:
     """Legal layouts that differ in one knob; of the micro-batch sizes, the next on either side."""
     around = legal_spreads(
-        plan.subject, plan.cluster.world, {name: getattr(spread, name) for name in CUT}
+        plan.workload, plan.cluster.world, {name: getattr(spread, name) for name in CUT}
     )
     if around is None:
         return
@@ -150,19 +149,19 @@ def _differing(one: Spread, other: Spread) -> set[str]:
 
 def _other_conditions(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The same layout if the program or the cluster were different."""
-    software, device = plan.subject.software, plan.cluster.device
+    software, device = plan.workload.software, plan.cluster.device
     if not software.fused:
-        compiled = replace(plan.subject, software=replace(software, fused=True))
-        yield "Engine.graph_mode dynamic -> static", replace(plan, subject=compiled)
+        compiled = replace(plan.workload, software=replace(software, fused=True))
+        yield "Engine.graph_mode dynamic -> static", replace(plan, workload=compiled)
     for name, said in (("inter_gbps", "network between nodes"), ("intra_gbps", "links in a node")):
         doubled = device.model_copy(update={name: 2 * getattr(device, name)})
         cluster = plan.cluster.model_copy(update={"device": doubled})
         yield f"twice as fast {said}", replace(plan, cluster=cluster)
 
 
-def shape_lint(subject: Subject, candidate: Candidate | None) -> Iterator[str]:
+def shape_lint(workload: Workload, candidate: Candidate | None) -> Iterator[str]:
     """What wastes time in the shape itself."""
-    network = subject.network
+    network = workload.network
     head = network.hidden // network.heads
     if head % 8:
         yield (
@@ -201,7 +200,7 @@ def shape_lint(subject: Subject, candidate: Candidate | None) -> Iterator[str]:
 
 def precision_advice(plan: Plan) -> Iterator[str]:
     """Where another number format is faster on this device."""
-    device, precision = plan.cluster.device, plan.subject.precision
+    device, precision = plan.cluster.device, plan.workload.precision
     if precision == "bfloat16" and not device.has_bf16:
         yield f"{device.name} has no bfloat16 products: fp32 rates are assumed; float16 is faster"
     if not device.is_cpu or precision == "float32":
@@ -229,11 +228,11 @@ def physics_check(flops_per_second: float, peak: float, what: str) -> str | None
 
 def impossible(plan: Plan) -> Iterator[str]:
     """Nothing fits: by how much, and what would."""
-    subject, cluster = plan.subject, plan.cluster
+    workload, cluster = plan.workload, plan.cluster
     if plan.costs is None:
         yield (
-            f"no layout of {cluster.world} ranks is legal for {subject.network.heads} heads, "
-            f"{subject.network.layers} layers and a global batch of {subject.global_batch}: data "
+            f"no layout of {cluster.world} ranks is legal for {workload.network.heads} heads, "
+            f"{workload.network.layers} layers and a global batch of {workload.global_batch}: data "
             "ranks must divide the batch; change Data.batch_size.global_batch_size or the cluster"
         )
         return
@@ -242,7 +241,7 @@ def impossible(plan: Plan) -> Iterator[str]:
         f"no layout fits {cluster}: the smallest is {least.layout}, {least.details}, with "
         f"{_shortfall(least)}"
     )
-    enough = smallest_world(subject, cluster)
+    enough = smallest_world(workload, cluster)
     if enough is not None:
         name = cluster.device.name
         devices = f"{enough.world} device{'s' * (enough.world > 1)}"
@@ -254,13 +253,13 @@ def impossible(plan: Plan) -> Iterator[str]:
             return
 
 
-def smallest_world(subject: Subject, cluster: Cluster, most: int = 2**15) -> Cluster | None:
+def smallest_world(workload: Workload, cluster: Cluster, most: int = 2**15) -> Cluster | None:
     """The fewest devices, in nodes of this size, of which some layout fits: found in growing
     strides, then node by node."""
 
     def enough(nodes: int) -> bool:
         grown = cluster.model_copy(update={"nodes": nodes})
-        least = _least_bytes(subject, grown)
+        least = _least_bytes(workload, grown)
         return fit_of(least, grown.usable_bytes, grown.device.memory_band) == "fits"
 
     low = high = 1
@@ -272,18 +271,18 @@ def smallest_world(subject: Subject, cluster: Cluster, most: int = 2**15) -> Clu
     return cluster.model_copy(update={"nodes": nodes})
 
 
-def _least_bytes(subject: Subject, cluster: Cluster) -> float:
+def _least_bytes(workload: Workload, cluster: Cluster) -> float:
     """The smallest layout of a cluster; recomputing everything in micro-batches of one needs
     least, so only that is looked at."""
-    spread = legal_spreads(subject, cluster.world, {"micro_batch": 1, "recompute": "full"})
+    spread = legal_spreads(workload, cluster.world, {"micro_batch": 1, "recompute": "full"})
     if spread is None:
         return float("inf")
-    memory, _ = fullest_stage(subject.network, spread, subject.software)
+    memory, _ = fullest_stage(workload.network, spread, workload.software)
     return float(np.asarray(memory.total).min())
 
 
 def _candidate(plan: Plan, spread: Spread) -> Candidate:
-    return candidate_of(plan.subject, spread, plan.cluster, plan.coefficients)
+    return candidate_of(plan.workload, spread, plan.cluster, plan.coefficients)
 
 
 # -- from step time to calendar and cost ----------------------------------------------------------

@@ -20,14 +20,12 @@ from torch.distributed.pipelining.schedules import (
 
 from fourfold.cost.memory import memory_of, micro_batches_in_flight, stage_parameters
 from fourfold.cost.rank_memory import rank_memory
-from fourfold.cost.workload import Spread, spread_of
+from fourfold.cost.workload import Spread, spread_of, workload_of
 from fourfold.model import ModelShape, count_parameters
 from fourfold.plan.cluster import parse_cluster
-from fourfold.plan.coefficients import load_coefficients
-from fourfold.plan.dry_run import dry_run
+from fourfold.plan.dry_run import dry_run, orders_of
+from fourfold.plan.machine import load_coefficients
 from fourfold.plan.planner import candidate_of
-from fourfold.plan.subject import subject_of
-from fourfold.plan.timeline import orders_of
 
 # -- micro-batches in flight ----------------------------------------------------------------------
 
@@ -109,12 +107,12 @@ def test_every_command_names_the_same_price(case: Case, workshop: Workshop) -> N
     shares = rank_memory(config)  # `fourfold layout`, and the banner of a run
     assert shares == counted_ranks(config)
     assert sum(share.counted for share in shares) == count_parameters(ModelShape.of(config.Model))
-    subject, spread = subject_of(config, on_cpu=True), spread_of(config)
-    planned = candidate_of(subject, spread, parse_cluster(CLUSTER), load_coefficients())
+    workload, spread = workload_of(config, on_cpu=True), spread_of(config)
+    planned = candidate_of(workload, spread, parse_cluster(CLUSTER), load_coefficients())
     for share in {(share.first_layer, share.layers): share for share in shares}.values():
         ran = dry_run(config, share.rank)
         place = ran.layout.coordinates(share.rank)
-        network, software = subject.network, subject.software
+        network, software = workload.network, workload.software
         price = memory_of(network, spread, software, place["pp"])
         assert share.activation_bytes == int(price["activations"] + price["logits"])
         if place["pp"] == planned.fullest_stage:

@@ -22,12 +22,11 @@ from fourfold import checkpoint, model
 from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.rank_memory import rank_memory
-from fourfold.cost.workload import spread_of
+from fourfold.cost.workload import spread_of, workload_of
 from fourfold.model import GPT, ModelShape, ParamTable, count_parameters
 from fourfold.model.gpt import CoreAttention, LayerNorm, Linear
 from fourfold.model.params import Param, linear_rows, norm_rows
 from fourfold.plan.dry_run import dry_run
-from fourfold.plan.subject import subject_of
 
 
 @cache
@@ -182,10 +181,10 @@ def test_is_counted_and_priced(layout: str, workshop: Workshop) -> None:
     ranks = rank_memory(config)
     assert ranks == counted_ranks(config)
     assert sum(rank.counted for rank in ranks) == count_parameters(shape)
-    subject, spread = subject_of(config), spread_of(config)
-    assert subject.parameters == count_parameters(shape)
+    workload, spread = workload_of(config), spread_of(config)
+    assert workload.parameters == count_parameters(shape)
     for rank in range(case.world):
         ran = dry_run(config, rank)
         place = ran.layout.coordinates(rank)
-        planned = stage_parameters(subject.network, spread, place["pp"], place["mp"])
+        planned = stage_parameters(workload.network, spread, place["pp"], place["mp"])
         assert ran.parameters == int(planned)

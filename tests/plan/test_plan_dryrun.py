@@ -11,13 +11,11 @@ from typer.testing import CliRunner
 
 from fourfold.cli import command_line
 from fourfold.config import Config, load_config
-from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters
-from fourfold.cost.traffic import traffic_of
-from fourfold.cost.workload import Spread, spread_of
+from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters, traffic_of
+from fourfold.cost.workload import Spread, spread_of, workload_of
 from fourfold.errors import UserError
 from fourfold.parallel.stages import layers_of_stages, stages_of_rank
 from fourfold.plan.dry_run import DryRun, Traffic, dry_run
-from fourfold.plan.subject import subject_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "gpt"
 SMALL = {
@@ -93,11 +91,11 @@ def wire_bytes(traffic: Traffic) -> dict[str, int]:
 
 def check_holding(config: Config, ran: DryRun) -> None:
     """Parameters to the last one; bytes too, but that a shard is of whole rows."""
-    subject, spread = subject_of(config), spread_of(config)
+    workload, spread = workload_of(config), spread_of(config)
     place = ran.layout.coordinates(ran.share.rank)
-    parameters = stage_parameters(subject.network, spread, place["pp"], place["mp"])
+    parameters = stage_parameters(workload.network, spread, place["pp"], place["mp"])
     assert ran.parameters == parameters
-    memory = memory_of(subject.network, spread, subject.software, place["pp"])
+    memory = memory_of(workload.network, spread, workload.software, place["pp"])
     optimizer = ran.holding.masters + ran.holding.moments
     if ran.layout.sharding == 1:
         # memory_of is about the first of the model-parallel ranks, which may have one word more.
@@ -116,13 +114,13 @@ def check_holding(config: Config, ran: DryRun) -> None:
 )
 def test_formulas_agree_with_the_real_code(small: Path, name: str) -> None:
     config = load_config(small, LAYOUTS[name])
-    subject, spread = subject_of(config), spread_of(config)
+    workload, spread = workload_of(config), spread_of(config)
     world = int(spread.world)
     for rank in sorted({0, world // 2, world - 1} if spread.pp > 1 else {0, world - 1}):
         ran = dry_run(config, rank)
         check_holding(config, ran)
         pp_rank = ran.layout.coordinates(rank)["pp"]
-        planned = traffic_of(subject.network, spread, subject.software, pp_rank)
+        planned = traffic_of(workload.network, spread, workload.software, pp_rank)
         counted = wire_bytes(ran.traffic)
         for axis, size in planned.items():
             row = 2 * 4 * config.Model.hidden_size  # of the vocabulary, which not all ranks have

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.plan.cluster import PRESETS
-from fourfold.plan.coefficients import Coefficients, load_coefficients, load_left_out
+from fourfold.plan.machine import Coefficients, load_coefficients, load_left_out
 from fourfold.plan.published import FILE, FITTED_FAMILIES, Evidence, published_runs
 
 EVIDENCE = Evidence.of(published_runs())

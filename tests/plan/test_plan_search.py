@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.config import Config, load_config
+from fourfold.cost.workload import workload_of
 from fourfold.errors import ConfigError
 from fourfold.plan import parse_cluster, plan
 from fourfold.plan.planner import candidate_of
 from fourfold.plan.search import legal_spreads, one_spread
-from fourfold.plan.subject import subject_of
 from fourfold.plan.suggestions import (
     devices_for,
     goodput_of,
@@ -40,7 +40,7 @@ def small(*changes: str) -> Config:
 
 
 def layouts(config: Config, world: int) -> list[object]:
-    spread = legal_spreads(subject_of(config), world)
+    spread = legal_spreads(workload_of(config), world)
     assert spread is not None
     return [one_spread(spread, index) for index in range(len(np.asarray(spread.mp)))]
 
@@ -48,7 +48,7 @@ def layouts(config: Config, world: int) -> list[object]:
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
 def test_everything_offered_is_accepted_by_training(world: int) -> None:
     config = small()
-    subject = subject_of(config)
+    workload = workload_of(config)
     cluster = parse_cluster(f"{world}xA100-80G")
     made = plan(config, cluster)
     seen = set()
@@ -58,10 +58,10 @@ def test_everything_offered_is_accepted_by_training(world: int) -> None:
         if key in seen:
             continue
         seen.add(key)
-        candidate = candidate_of(subject, spread, cluster, made.coefficients)
+        candidate = candidate_of(workload, spread, cluster, made.coefficients)
         resolved = load_config(SMALL, [*SMALL_CHANGES, *candidate.overrides()], world)
         assert resolved.Distributed.dp_degree == spread.dp
-        assert resolved.Data.batch_size.global_batch_size == subject.global_batch
+        assert resolved.Data.batch_size.global_batch_size == workload.global_batch
         assert resolved.Engine.accumulate_steps == spread.micro_batches
         assert not [line for line in resolved.notices if "accumulate" in line]
 
@@ -174,7 +174,7 @@ def test_175b_on_eight_small_cards_is_impossible_and_says_by_how_much() -> None:
     first, second, *_ = impossible(made)
     assert "no layout fits 1x8xV100-16G" in first and "GiB more than the 15.7" in first
     assert "smallest cluster of V100-16G that would" in second
-    enough = smallest_world(made.subject, made.cluster)
+    enough = smallest_world(made.workload, made.cluster)
     assert enough is not None
     assert plan(load_config(BIG), enough).candidates
     fewer = enough.model_copy(update={"nodes": enough.nodes - 1})
@@ -183,9 +183,9 @@ def test_175b_on_eight_small_cards_is_impossible_and_says_by_how_much() -> None:
 
 def test_shapes_that_waste_are_named() -> None:
     config = small("Model.vocab_size=8190", "Model.hidden_size=252")
-    remarks = " ".join(shape_lint(subject_of(config), None))
+    remarks = " ".join(shape_lint(workload_of(config), None))
     assert "vocab_size 8190" in remarks and "head size 252 / 4 = 63" in remarks
-    assert not list(shape_lint(subject_of(small()), None))
+    assert not list(shape_lint(workload_of(small()), None))
 
 
 def test_a_rate_above_what_is_possible_is_a_wrong_label() -> None:
@@ -220,7 +220,7 @@ def test_a_growing_batch_is_only_offered_layouts_that_cut_all_its_sizes(tmp_path
         "Model: {hidden_size: 64, num_layers: 4, num_attention_heads: 4, vocab_size: 512}\n"
         "Data: {batch_size: {global_batch_size: 24, rampup: [4, 4, 100]}}\n"
     )
-    found = legal_spreads(subject_of(load_config(path)), 4)
+    found = legal_spreads(workload_of(load_config(path)), 4)
     assert found is not None
     offered = {(int(dp) * int(sh), int(micro)) for dp, sh, micro in zip(*_data_axes(found))}
     assert offered == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}

@@ -17,8 +17,13 @@ from fourfold.cost.flops import forward_flops
 from fourfold.cost.workload import RECOMPUTE_MODES, Software, Spread, columns
 from fourfold.plan.calibrate import fit_numbers
 from fourfold.plan.cluster import parse_cluster
-from fourfold.plan.coefficients import Coefficients, load_coefficients
-from fourfold.plan.machine import Group, all_reduce_seconds, gather_seconds
+from fourfold.plan.machine import (
+    Coefficients,
+    Group,
+    all_reduce_seconds,
+    gather_seconds,
+    load_coefficients,
+)
 from fourfold.plan.steptime import step_time_of
 
 MACHINE = parse_cluster("16x8xA100-80G").machine("bfloat16")
