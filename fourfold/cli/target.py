@@ -45,7 +45,7 @@ def target(
     given: dict[str, Any] = {"loss": loss, "ppl": ppl, "tgs": tgs}
     for name, value in given.items():
         if value is not None and not math.isfinite(value):
-            raise UserError(f"--{name} {value} is no target; give a number")
+            raise UserError(f"--{name} {value} is not a target; give a finite number")
     wanted = RunTarget() if preset is None else PRESETS[preset.value]
     given["step"] = step
     wanted = replace(wanted, **{name: it for name, it in given.items() if it is not None})
@@ -55,8 +55,8 @@ def target(
     findings = check_target(read_log(file), wanted)
     if not findings:
         raise DataError(
-            f"{file} has no training line of FleetX, Megatron-DeepSpeed or Megatron-LM, so it "
-            "cannot be told whether a target was met; give the log of a run"
+            f"{file} has no training line of FleetX, Megatron-DeepSpeed or Megatron-LM, so nothing "
+            "can be said about a target; give the log of a run"
         )
     for finding in findings:
         print(f"{_word(finding):<12} {finding.text}")

@@ -105,8 +105,8 @@ class TrainRun:
             config = source.load(world_size)
             if self.cluster is not None:
                 raise UserError(
-                    f"--cluster {self.cluster} describes the machine for a layout that is chosen; "
-                    "add --auto, or leave it out"
+                    f"--cluster {self.cluster} describes the machine for an automatic layout; add "
+                    "--auto, or leave it out"
                 )
             return config, None
         from fourfold.plan.auto import choose

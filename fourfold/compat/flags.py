@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import yaml
-
 from fourfold.atomic_files import replace_text
 from fourfold.config import load_config
+from fourfold.config.fields import format_value
 from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.errors import ConfigError, Setting, UserError
 
@@ -245,11 +244,5 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
             lines += [f"{indent}{name}:", *_lines(given, depth + 1)]
         else:
             value, flag = given
-            lines.append(f"{indent}{name}: {_scalar(value)}  # {flag}")
+            lines.append(f"{indent}{name}: {format_value(value)}  # {flag}")
     return lines
-
-
-def _scalar(value: Any) -> str:
-    """One line of YAML; floats keep a form that YAML reads as one."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=2**16, allow_unicode=True)
-    return text.removesuffix("...\n").strip()

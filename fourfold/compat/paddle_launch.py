@@ -42,7 +42,7 @@ examples:
 
 @dataclass(frozen=True)
 class ScriptJob:
-    """What the user asked for. `devices` are None where only processes were counted, or nothing."""
+    """What the user asked for; `devices` is None where only a number of processes was given."""
 
     script: Path
     arguments: list[str]
@@ -77,8 +77,8 @@ def launch(job: ScriptJob) -> int:
         nproc,
         job.log_dir,
         max_restarts=job.max_restart,
-        # A script of anyone's gives no signs of life. One whose processes wait for each other in
-        # vain ends by the timeout of what they wait in; one that ignores a stop is ended.
+        # An arbitrary script sends no heartbeats. Processes that wait for each other in vain end by
+        # the timeout of their collective; a script that ignores a stop is killed.
         hang_seconds=math.inf,
         log_name=LOG_NAME,
     )
@@ -108,7 +108,7 @@ def _hand_to_torchrun(job: ScriptJob, nodes: Nodes, nproc: int) -> NoReturn:
 
 
 def _among_the_visible(devices: list[str]) -> list[str]:
-    """The devices, which a scheduler that shows only some must have given us."""
+    """The devices, all of which CUDA_VISIBLE_DEVICES must show if a scheduler set it."""
     shown = os.environ.get(VISIBLE)
     hidden = set(devices) - {name.strip() for name in shown.split(",")} if shown else set()
     if hidden:
@@ -186,7 +186,8 @@ def _device_list(text: str) -> list[str]:
     devices = [name.strip() for name in text.split(",")]
     if bad := [name for name in devices if not (name.isascii() and name.isdigit())]:
         raise UserError(
-            f"--devices {text!r}: {bad[0]!r} is no device; give their numbers, as in --devices 0,1"
+            f"--devices {text!r}: {bad[0]!r} is not a device number; give numbers, as in "
+            "--devices 0,1"
         )
     devices = [str(int(name)) for name in devices]
     if twice := [name for name in dict.fromkeys(devices) if devices.count(name) > 1]:

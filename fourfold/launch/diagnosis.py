@@ -1,12 +1,12 @@
-"""Diagnosis of a run that failed or hangs: the rank to blame, in words.
+"""Diagnosis of a failed or hanging run: which rank is to blame, and why.
 
-When one rank fails, the others fail after it because it no longer answers. Each rank notes when
-its error reached the top, so the order is known; of errors that came in the same moment, one that
-does not just report a lost connection is the cause.
+When one rank fails, the others fail after it because it no longer answers. Each rank records when
+its error reached the top, so the order is known; of errors at the same moment, the cause is one
+that reports more than a lost connection.
 
-In a hang every rank writes down its Python stacks. A rank whose main thread stands inside
-torch.distributed waits for somebody. The one that does not, or that cannot even answer, is the one
-waited for.
+In a hang every rank writes its Python stacks to its log. A rank whose main thread is inside
+torch.distributed is waiting for another one. A rank that is not, or that cannot even answer, is
+the one the others wait for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def root_cause(failures: list[Ending]) -> Ending:
 
 
 def lost_a_peer(end: Ending) -> bool:
-    """Whether its only complaint is that others did not answer."""
+    """Whether its error is only that another rank did not answer."""
     last_words = end.error_text()[-2000:]
     return end.status > 0 and _LOST_PEER.search(last_words) is not None
 
@@ -56,7 +56,7 @@ def _blame_order(end: Ending) -> int:
 
 
 def explain(cause: Ending, endings: list[Ending]) -> list[str]:
-    """Lines for the console: who, how, its own words, where to read more."""
+    """Lines for the console: which rank, how it ended, its error, where its log is."""
     text = cause.error_text().rstrip()
     if cause.is_user_error and text:
         return text.splitlines()
@@ -65,7 +65,7 @@ def explain(cause: Ending, endings: list[Ending]) -> list[str]:
     if lost_a_peer(cause) and left:
         lines.append(f"fourfold: before that, {ranks(left)} had ended with exit code 0")
     if not text and cause.rank > 0:
-        # A script that ends by `sys.exit(3)` has said why before; of rank 0 that was shown.
+        # A script that ends by `sys.exit(3)` has said why before; rank 0's output was shown.
         text = cause.log.text(cause.log.start).rstrip()
     if shown := _last_words(text, cause.status):
         lines += [f"    {line}" for line in shown]
@@ -78,7 +78,7 @@ def how_it_ended(end: Ending) -> str:
     name = _SIGNAL_NAMES.get(-end.status, "a real-time signal")
     hint = ""
     if end.status == -signal.SIGKILL:
-        hint = "; if nobody did that by hand, memory ran out"
+        hint = "; unless someone killed it, the machine ran out of memory"
     return f"rank {end.rank} was killed by signal {-end.status} ({name}) at {end.last}{hint}"
 
 
@@ -131,7 +131,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class RankStack:
-    """Stack of a silent rank: its main thread, innermost frame first, if it answered."""
+    """The main thread of a silent rank, innermost frame first; no frames if it did not answer."""
 
     rank: int
     last: Beat
@@ -143,7 +143,7 @@ class RankStack:
         """Inside torch.distributed, or in an operator called from there, or in `Work.wait`."""
         for frame in self.frames:
             if not frame.file.endswith("/torch/_ops.py"):
-                # Python's own waits have frames of their own; Work.wait is not written in Python.
+                # Waits written in Python have a frame of their own; Work.wait is native.
                 waits = ".wait(" in linecache.getline(frame.file, frame.line)
                 return waits or "/torch/distributed/" in frame.file
         return False
@@ -176,7 +176,7 @@ def take_stacks(group: WorkerGroup) -> list[RankStack]:
 
 
 def main_thread(dump: str) -> list[Frame]:
-    """Of a faulthandler dump the frames of the thread that runs the work, innermost first."""
+    """The frames, in a faulthandler dump, of the thread that runs the work; innermost first."""
     frames: list[Frame] = []
     for line in dump.splitlines():
         match = _FRAME.match(line)
@@ -190,7 +190,7 @@ def main_thread(dump: str) -> list[Frame]:
 
 
 def suspects(stacks: list[RankStack]) -> list[RankStack]:
-    """Who blocks the others: those that do not answer, else those that wait for nobody."""
+    """Which ranks block the others: those that do not answer, else those that are not waiting."""
     mute = [stack for stack in stacks if not stack.frames]
     busy = [stack for stack in stacks if not stack.waits_for_others]
     if mute or 0 < len(busy) < len(stacks):
@@ -199,13 +199,13 @@ def suspects(stacks: list[RankStack]) -> list[RankStack]:
 
 
 def explain_hang(stacks: list[RankStack], log_dir: Path) -> list[str]:
-    """Lines for the console: who hangs, where each rank is, where all stacks are."""
+    """Lines for the console: which rank hangs, where each rank is, where the stacks are."""
     blamed = suspects(stacks)
     others = [stack for stack in stacks if stack not in blamed]
     waiting = [stack.rank for stack in stacks if stack.waits_for_others]
     named = ranks([stack.rank for stack in blamed])
     if len(waiting) == len(stacks) > 1:
-        said = f"all ranks wait for each other; {named} stands furthest behind"
+        said = f"all ranks wait for each other; {named} is furthest behind"
     else:
         said = f"{named} {'hangs' if len(blamed) == 1 else 'hang'}"
         if waiting:

@@ -1,4 +1,4 @@
-"""Launchers of others: joining the processes they started, and handing a run to torchrun.
+"""Other launchers: joining the processes they started, and handing a run to torchrun.
 
 Torch wants RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. torchrun sets them itself;
 for SLURM's srun and Open MPI's mpirun they are derived here. A value that is already set is the
@@ -28,7 +28,7 @@ _HOST_PIECE = re.compile(r"([^\[\],\s]+)|\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-
 
 @dataclass(frozen=True)
 class Launcher:
-    """What a launcher told this process; `variables` are the ones torch reads."""
+    """What a launcher set for this process; `variables` are the ones torch reads."""
 
     name: str
     world_size: int
@@ -45,7 +45,7 @@ def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
 
 
 def refuse_inside_launcher(environment: MutableMapping[str, str], option: str) -> None:
-    """`option` would start processes, which must not happen in each of a launcher's own."""
+    """`option` would start processes, which must not happen in each process of a launcher."""
     launcher = join_launcher(environment)
     if launcher is not None and launcher.world_size > 1:
         raise UserError(
@@ -78,7 +78,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Launcher | None:
         variables["MASTER_ADDR"] = "127.0.0.1"
     elif size > 1 and "MASTER_ADDR" not in environment:
         raise UserError(
-            f"mpirun started {size} processes on several machines and does not tell where rank 0 "
+            f"mpirun started {size} processes on several machines and does not say where rank 0 "
             "is; give its host to all of them, with mpirun -x MASTER_ADDR=HOST"
         )
     return Launcher("Open MPI", size, variables)
@@ -120,7 +120,7 @@ def first_host(nodes: str) -> str:
 
 
 def port_of(job: str) -> str:
-    """A port that all ranks of a job agree on and other jobs of the machine hardly share."""
+    """A port that all ranks of a job agree on and other jobs on the machine are unlikely to use."""
     return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
 
 
@@ -202,6 +202,7 @@ def torchrun_command(
 
 
 def become(command: list[str]) -> NoReturn:
-    """Continue as torchrun. It would end at a signal that asks its ranks for their stacks."""
+    """Replace this process by torchrun."""
+    # The signal that asks ranks for their stacks would end it.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     os.execv(command[0], command)

@@ -1,8 +1,8 @@
-"""The supervisor: runs the ranks of one machine to their end, and restarts them if asked to.
+"""The supervisor: runs the ranks of one machine until all have ended, and restarts them if asked.
 
 The caller has imported what the work needs and run no torch operation, so that forking is safe
-and a restart costs tenths of a second. Of all output only rank 0's reaches the console; when
-something fails, so does the error of the rank that failed first.
+and a restart takes tenths of a second. Only the output of rank 0 reaches the console and, after a
+failure, the error of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def supervise(
 ) -> int:
     """Run `work` in `nproc` forked ranks until all have ended; the exit code for the command.
 
-    0 when all ranks ended well, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
-    did not survive, else 1. `saved_step` tells the step of the last checkpoint, if there is one:
-    where the run resumes, and whether it got any further. `log_name` says where below `log_dir` a
-    rank writes. `echo` gets the lines of rank 0, by default for standard output, and `tell` what
-    the supervisor says, for standard error.
+    0 when all ranks succeeded, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
+    did not survive, else 1. `saved_step` returns the step of the last checkpoint, if there is one:
+    where the run resumes, and whether it made progress. `log_name` is where a rank writes below
+    `log_dir`. `echo` gets the lines of rank 0 (default: standard output), and `tell` those of the
+    supervisor itself (default: standard error).
     """
     assert nproc >= 1 and max_restarts >= 0
     echo = echo or partial(say, stream=sys.stdout)
@@ -82,11 +82,11 @@ def supervise(
 
 
 class Restarts:
-    """How often, from where and how soon a run that failed is started again.
+    """The restart policy: how often a failed run is restarted, from where and how soon.
 
-    Only restarts since the last new checkpoint count: a run that gets further between its failures
-    may have any number of them. The pauses double, for what ails a machine may take a minute to
-    mend.
+    Only restarts since the last new checkpoint count: a run that makes progress between failures
+    may have any number of them. The pauses double, because a machine's trouble may take a minute
+    to pass.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Restarts:
         return min(self._first_pause_seconds * doubled, LONGEST_PAUSE_SECONDS)
 
     def another(self, tell: Echo) -> bool:
-        """Whether there is to be one more; if so, it is announced."""
+        """Whether to restart once more; announces it if so."""
         step = self._saved_step() if self._saved_step else None
         if step != self._step:
             self.used, self._step = 0, step
@@ -113,20 +113,20 @@ class Restarts:
         self.used += 1
         where = "the beginning" if step is None else f"step {step}"
         tell(
-            f"fourfold: starting all ranks again{f' from {where}' if self._saved_step else ''} in "
+            f"fourfold: restarting all ranks{f' from {where}' if self._saved_step else ''} in "
             f"{self.pause_seconds:g} s (restart {self.used} of {self.most})"
         )
         return True
 
 
 def tell_of_stop(number: signal.Signals, tell: Echo) -> int:
-    """The end of a run that was asked to stop and could not do so well; its exit code."""
-    tell(f"fourfold: ended by {number.name}; what was saved before is good")
+    """Report a run that was asked to stop and had to be killed; its exit code."""
+    tell(f"fourfold: ended by {number.name}; checkpoints saved before that are intact")
     return 128 + number
 
 
 class Watch:
-    """One attempt: waits for its ranks, and ends them when one fails, all hang or we are told."""
+    """One attempt: waits for its ranks, and ends them on a failure, a hang or a stop signal."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Watch:
         self.console = RankZeroLines(workers, echo)
 
     def run(self) -> int:
-        """Until no rank is left that could continue; the exit code of the attempt."""
+        """Wait until no rank is running or one has failed; the exit code of the attempt."""
         stopping: float | None = None
         while self.workers.running:
             self._wait()
@@ -183,7 +183,7 @@ class Watch:
         self._wait_for_ends(self.grace_seconds)
         cause = root_cause(workers.failures)
         if lost_a_peer(cause) and workers.running:
-            # They waited in vain for a rank that still runs: that one is to blame.
+            # It waited in vain for a rank that is still running: that one is to blame.
             return self._hang(f"rank {cause.rank} gave up waiting at {cause.last}")
         workers.terminate()
         self._wait_for_ends(min(TERMINATE_SECONDS, self.grace_seconds))
@@ -206,13 +206,13 @@ class Watch:
         return FAILED
 
     def _write_stacks(self) -> None:
-        """Somebody wants to know where the ranks stand; they write it down and continue."""
+        """On request, have every rank write its stacks to its log and continue."""
         self.signals.wants_stacks = False
         self.workers.signal(STACKS_SIGNAL)
         self.tell(STACKS_PLACE.format(directory=self.workers.log_dir))
 
     def _stop_is_overdue(self, asked: float) -> bool:
-        """A rank that saves for long is heard of meanwhile."""
+        """A rank that takes long to save sends heartbeats meanwhile, which extend its time."""
         if self.signals.urgent:
             return True
         if time.monotonic() - max(asked, self.workers.board.newest()) <= self.stop_seconds:
@@ -228,7 +228,7 @@ class Watch:
 
 
 class HangTimer:
-    """How long no rank has given a sign of life, as seen by a supervisor that may itself sleep."""
+    """Seconds without a heartbeat of any rank, allowing for a supervisor that was suspended."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._board = workers.board
@@ -238,8 +238,8 @@ class HangTimer:
 
     def measure(self) -> float:
         newest, now = self._board.newest(), time.monotonic()
-        # A supervisor that was suspended has not listened meanwhile, and its ranks may not have
-        # run either: a gap between two looks counts as little more than the usual one.
+        # A suspended supervisor misses heartbeats, and its ranks may have been suspended too: a gap
+        # between two polls counts as little more than the usual one.
         self._seconds += min(now - self._looked, 10 * POLL_SECONDS)
         if newest != self._newest:
             self._seconds = 0.0
@@ -257,10 +257,10 @@ class RankZeroLines:
         self._echo = echo
 
     def show(self, whole_lines: bool = True) -> None:
-        """What came since the last call; at the end also a line that was never finished."""
+        """Pass on what is new since the last call; at the end also an unfinished line."""
         failure = self._board.failure(0)
         end = self._log.size() if failure is None else failure.log_offset
-        self._offset = min(self._offset, end)  # somebody may have emptied it
+        self._offset = min(self._offset, end)  # the file may have been truncated
         text = self._log.read(self._offset, end)
         if whole_lines:
             text = text[: text.rfind(b"\n") + 1]

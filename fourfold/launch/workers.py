@@ -4,10 +4,10 @@
     run_rank         the rank's side: environment, log, signals, the work, an exit code
     RankLog, Ending  what a rank leaves behind
 
-All ranks and whatever they start are one process group. Its leader is the reaper, a process that
+All ranks and whatever they start form one process group. Its leader is the reaper, a process that
 only waits: should the supervisor die, even by SIGKILL, the pipe between them closes and the reaper
-kills the group. While the reaper itself is not waited for, the kernel gives its number to nobody
-else, so signals to the group cannot go astray.
+kills the group. Until the reaper itself is waited for, the kernel does not reuse its process id, so
+signals to the group cannot reach anyone else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOG_NAME = "attempt_{attempt}/rank_{rank}.log"
 
 
 class WorkerGroup:
-    """`nproc` forked ranks. Use as a context: at its end nothing of them is left."""
+    """`nproc` forked ranks. A context manager: at its end none of their processes is left."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class WorkerGroup:
 
     @property
     def failures(self) -> list[Ending]:
-        """Ranks that did not end well, and not because we made them."""
+        """Ranks that failed by themselves, not because the supervisor ended them."""
         return [end for end in self.endings if end.status != 0 and not end.disturbed]
 
     def reap(self) -> None:
@@ -97,7 +97,7 @@ class WorkerGroup:
             os.kill(pid, number)
 
     def terminate(self) -> None:
-        """Ask the ranks to end; how they do so from now on says nothing about the run."""
+        """Ask the ranks to end; how they end from now on says nothing about the run."""
         self._disturbed = True
         self.signal(signal.SIGTERM)
 
@@ -138,7 +138,7 @@ class WorkerGroup:
             run_rank(work, spec)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         with suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, self._reaper)  # whoever of the two comes first
+            os.setpgid(pid, self._reaper)  # parent and child both do it; one comes first
         return pid
 
     def _ending(self, rank: int, status: int) -> Ending:
@@ -172,7 +172,7 @@ def _reap_group(theirs: int, ours: int, store_dir: Path) -> NoReturn:
             signal.signal(number, signal.SIG_IGN)
         os.close(ours)
         os.read(theirs, 1)
-        # The supervisor is gone, and would have removed the place where its ranks met.
+        # The supervisor is gone and can no longer remove the store its ranks met at.
         shutil.rmtree(store_dir, ignore_errors=True)
         os.kill(0, signal.SIGKILL)
     finally:
@@ -243,7 +243,7 @@ def _set_up(spec: RankSpec) -> None:
 
 def _redirect_output(log: RankLog) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    # Aside first: where the supervisor had closed one of the three, either may stand in its place.
+    # Moved above 2 first: where the supervisor has a closed stream, either may have its number.
     output = fcntl.fcntl(log.descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     nothing = fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, 3)
     os.dup2(nothing, 0)
@@ -251,7 +251,7 @@ def _redirect_output(log: RankLog) -> None:
     os.dup2(output, 2)
     os.close(nothing)
     os.close(output)
-    # Line by line, so that a rank that is killed has said what it had to say.
+    # Line-buffered, so that the output of a rank that is killed is complete.
     sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
 
 
@@ -277,19 +277,19 @@ def _exit_code(work: Callable[[], None], spec: RankSpec) -> int:
 
 # -- what a rank leaves behind ------------------------------------------------------------------
 
-# Of a rank's log shown or searched at most.
+# The most of a rank's log that is shown or searched.
 MAX_TEXT_BYTES = 1 << 18
 
 
 class RankLog:
     """What a rank writes in an attempt, kept open from the start.
 
-    Whatever becomes of the file's name, both sides keep the file, and one that can no longer
-    be read is empty: to look after ranks does not depend on their logs.
+    Both sides hold the open file, whatever becomes of its name, and a file that can no longer be
+    read counts as empty: supervision does not depend on the logs.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
-        """Head this attempt's part of a file that may have earlier ones."""
+        """Begin this attempt's part of a file that may hold earlier ones."""
         self.path = path
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         try:
@@ -313,7 +313,7 @@ class RankLog:
             return b""
 
     def text(self, start: int) -> str:
-        """From byte `start` on; of a very long text, its end."""
+        """From byte `start` to the end; only the last part of a very long text."""
         size = self.size()
         return self.read(max(start, size - MAX_TEXT_BYTES), size).decode(errors="replace")
 
@@ -356,19 +356,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that started it ends, however it ends."""
+    """Have the kernel kill this process when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it ended before the request was made
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Whether descendants whose parent ends become our workers, which we can then reap."""
+    """Whether orphaned descendants become children of this process, which can then reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does; "?" where it does not tell."""
+    """The kernel's letter for the state of a process; "?" where it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,13 +1,13 @@
 """Targets: whether a run met one, by what its log says (`fourfold target`).
 
-A loss or a perplexity is met below its target, a speed at or above it. What the log does not tell
+A loss or a perplexity meets its target below it, a speed at or above it. What the log does not say
 is neither met nor missed.
 
 A log is `metrics.jsonl`, or text in the line formats of FleetX and of Megatron. A text log may have
 been coloured, prefixed by a launcher, or mixed with what other programs say: lines that are not
-understood are passed over. Files are read as a stream, and of a line only so much as a record can
-be long, so their size does not matter. Where a run was resumed and its lines come again, they come
-later in the file, and the later ones are what the run became.
+understood are skipped. Files are read as a stream, and lines only up to the longest that a record
+can have, so their size does not matter. Where a run was resumed and repeats steps, the later lines
+count.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TargetReading:
 
     def tgs(self, wanted: float) -> Finding:
         if not self.speeds:
-            return Finding(None, "the log does not tell tokens per device per second")
+            return Finding(None, "the log does not give tokens per device per second")
         value = statistics.median(self.speeds)
         text = (
             f"tgs {value:.3f}, the median of {len(self.speeds)} lines, wanted at least {wanted:g}"

@@ -86,7 +86,7 @@ def test_the_file_names_the_flag_behind_each_value(tmp_path: Path) -> None:
     config_of(tmp_path, TRAIN)
     lines = (tmp_path / "config.yaml").read_text().splitlines()
     assert "  num_layers: 96  # --num-layers" in lines
-    assert "  adam_epsilon: 1.0e-08  # --adam-eps by default" in lines
+    assert "  adam_epsilon: 1.0e-8  # --adam-eps by default" in lines
     assert all("  # " in line for line in lines[1:] if not line.endswith(":"))
     vocabulary = next(line for line in lines if "vocab_size" in line)
     assert "50257 padded to a multiple of" in vocabulary

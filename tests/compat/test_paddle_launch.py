@@ -97,7 +97,7 @@ def test_a_script_that_fails(place: Path, ending: str, code: int, said: str) -> 
 
 def test_restarts_add_to_the_same_logs(place: Path) -> None:
     result = launch(place, "--devices", "0,1", "--max_restart", "1", "fail.py", "raise")
-    assert result.returncode == 1 and "again in 1 s (restart 1 of 1)" in result.stderr
+    assert result.returncode == 1 and "ranks in 1 s (restart 1 of 1)" in result.stderr
     log = (place / "log" / "workerlog.1").read_text()
     assert log.count("ValueError: broken on purpose") == 2
 
@@ -109,8 +109,8 @@ def test_restarts_add_to_the_same_logs(place: Path) -> None:
         (["--devices", "0,1"], "SCRIPT"),
         (["nowhere.py"], "nowhere.py: no such script"),
         (["--devices", "", "fail.py"], "--devices ''"),
-        (["--devices", "0,x", "fail.py"], "'x' is no device"),
-        (["--devices", "0,-1", "fail.py"], "'-1' is no device"),
+        (["--devices", "0,x", "fail.py"], "'x' is not a device"),
+        (["--devices", "0,-1", "fail.py"], "'-1' is not a device"),
         (["--devices", "0,1,01", "fail.py"], "names 1 twice"),
         (["--device", "0", "fail.py"], "--device"),
         (["--nproc_per_node", "0", "fail.py"], "--nproc_per_node '0'"),

@@ -141,8 +141,8 @@ def test_a_restart_forks_all_ranks_again(tmp_path: Path) -> None:
     console = run(work, 2, tmp_path, max_restarts=3, first_pause_seconds=0.01)
     assert console.code == 0
     assert console.shown == ["attempt 2: 4"]
-    assert [line for line in console.told if "again" in line] == [
-        f"fourfold: starting all ranks again in {pause} s (restart {n} of 3)"
+    assert [line for line in console.told if "restarting" in line] == [
+        f"fourfold: restarting all ranks in {pause} s (restart {n} of 3)"
         for n, pause in ((1, 0.01), (2, 0.02))
     ]
     assert "rank 0 was killed" in console.said and "rank 1 was killed" in console.said
@@ -163,7 +163,7 @@ def test_restarts_count_anew_after_a_new_checkpoint(tmp_path: Path) -> None:
     restarts = Restarts(2, 1.0, lambda: steps.pop(0))
     while restarts.another(told.append):
         pass
-    assert [line.removeprefix("fourfold: starting all ranks again ") for line in told] == [
+    assert [line.removeprefix("fourfold: restarting all ranks ") for line in told] == [
         "from the beginning in 1 s (restart 1 of 2)",
         "from step 40 in 1 s (restart 1 of 2)",
         "from step 40 in 2 s (restart 2 of 2)",

@@ -90,7 +90,7 @@ def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
 
     console = run(work, 2, tmp_path, hang_seconds=1.5)
     assert console.code == 1
-    assert "all ranks wait for each other; rank 0 stands furthest behind" in console.said
+    assert "all ranks wait for each other; rank 0 is furthest behind" in console.said
 
 
 def test_a_rank_that_hangs_after_the_others_have_left(tmp_path: Path) -> None:

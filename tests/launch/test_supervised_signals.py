@@ -142,7 +142,7 @@ def test_a_stop_is_heeded_between_two_attempts(tmp_path: Path) -> None:
 
     supervisor = start_supervisor(work, 2, tmp_path, first_pause_seconds=1000)
     told = tmp_path / "told"
-    assert eventually(lambda: told.exists() and "again in 60 s" in told.read_text())
+    assert eventually(lambda: told.exists() and "ranks in 60 s" in told.read_text())
     os.kill(supervisor, signal.SIGTERM)
     assert exit_status(supervisor) == 143
     assert "ended by SIGTERM" in told.read_text()

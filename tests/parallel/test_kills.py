@@ -20,7 +20,7 @@ from fourfold.launch.supervisor import supervise
 
 slow = pytest.mark.slow
 KILLED = re.compile(r"fourfold: rank (\d) was killed by signal 9 \(SIGKILL\)")
-RESTARTED = "starting all ranks again from"
+RESTARTED = "restarting all ranks from"
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
 SETTINGS = (*DROPOUT, "Engine.save_load.save_steps=3", "Engine.save_load.keep_last=2")
 
