@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Draft:
+class MetaParts:
     """This rank's parts of the model in their final shape, by stage, with no memory yet."""
 
     parts: dict[int, GPT]
@@ -35,7 +35,7 @@ class Draft:
     sharding: Sharding | None
     home: torch.device  # of the parameters
 
-    def allocate(self) -> None:
+    def materialize(self) -> None:
         """Give the parts memory, with nothing in it yet."""
         for part in self.parts.values():
             part.to_empty(device=self.home)
@@ -48,15 +48,15 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device, *, trains: boo
     (seed, parameter name) alone, so what is built does not depend on how it is cut. A model that
     never `trains` is left to whoever loads its weights, and has no master weights beside them.
     """
-    drawn = draft(config, mesh, device)
-    drawn.allocate()
-    runner = assemble(config, mesh, device, drawn, trains=trains)
+    meta = build_on_meta(config, mesh, device)
+    meta.materialize()
+    runner = build_runner(config, mesh, device, meta, trains=trains)
     if trains and device.type != "meta":
         runner.initialize()
     return runner
 
 
-def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
+def build_on_meta(config: Config, mesh: Mesh, device: torch.device) -> MetaParts:
     layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
     precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
     sharding, home = None, device
@@ -82,29 +82,27 @@ def draft(config: Config, mesh: Mesh, device: torch.device) -> Draft:
         precision.apply_autocast(part, device)
         if sharding is not None:
             sharding.apply(part)
-    return Draft(parts, precision, sharding, home)
+    return MetaParts(parts, precision, sharding, home)
 
 
-def assemble(
-    config: Config, mesh: Mesh, device: torch.device, drawn: Draft, *, trains: bool = True
+def build_runner(
+    config: Config, mesh: Mesh, device: torch.device, meta: MetaParts, *, trains: bool = True
 ) -> Runner:
     """Join parts that have memory to what runs batches."""
     pipeline = None
     if mesh.layout.pp > 1:
         from fourfold.parallel.pipeline import build_pipeline
 
-        pipeline = build_pipeline(
-            config, mesh, drawn.parts, drawn.precision, drawn.sharding, device
-        )
+        pipeline = build_pipeline(config, mesh, meta.parts, meta.precision, meta.sharding, device)
     return Runner(
-        list(drawn.parts.values()),
+        list(meta.parts.values()),
         mesh,
-        precision=drawn.precision,
+        precision=meta.precision,
         device=device,
         micro_batch_size=config.Data.batch_size.micro_batch_size,
         seed=config.Global.seed,
         sequence_parallel=config.Model.sequence_parallel,
-        sharding=drawn.sharding,
+        sharding=meta.sharding,
         pipeline=pipeline,
         trains=trains,
     )

@@ -34,7 +34,7 @@ from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
 from fourfold.optim import build_optimizer
-from fourfold.parallel import Runner, assemble, draft, layout_of
+from fourfold.parallel import Runner, build_on_meta, build_runner, layout_of
 from fourfold.shards import local
 from fourfold.terminal import in_bytes
 
@@ -90,11 +90,11 @@ def dry_run(config: Config, rank: int) -> DryRun:
 
 
 def _dry_run(config: Config, mesh: Mesh) -> DryRun:
-    drawn = draft(config, mesh, CPU)
+    meta = build_on_meta(config, mesh, CPU)
     # Sharding and slicing need the meta device, memory the fake one, and joining neither.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        drawn.allocate()
-    runner = assemble(config, mesh, CPU, drawn)
+        meta.materialize()
+    runner = build_runner(config, mesh, CPU, meta)
     with fake:
         optimizer = build_optimizer(config, runner.masters, runner.decayed())
         once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
