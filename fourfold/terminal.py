@@ -1,4 +1,4 @@
-"""Text for a terminal: aligned tables, sizes in bytes, durations, a progress bar."""
+"""Text for a terminal: aligned tables, counts, sizes in bytes, durations, a progress bar."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def table_lines(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
 
 def in_bytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def count_of(number: int, noun: str) -> str:
+    """ "1 device", "16 devices"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def duration(seconds: float, *, short: bool = False) -> str:

@@ -14,6 +14,7 @@ import typer
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.cli.progress import byte_progress, prepare_progress
 from fourfold.errors import DataError, UserError
+from fourfold.terminal import count_of
 
 if TYPE_CHECKING:
     from fourfold.tools.prepare.input_files import InputFile
@@ -80,7 +81,8 @@ def prepare(
         bool, typer.Option(help="End each document with the end-of-text id.")
     ] = True,
     workers: Annotated[
-        int | None, typer.Option(help="Number of worker processes [the number of processors].")
+        int | None,
+        typer.Option(help="Number of worker processes.", show_default="number of processors"),
     ] = None,
     form: Annotated[str, typer.Option("--format", metavar="megatron|fleetx")] = "megatron",
     json_key: JsonKey = "text",
@@ -227,7 +229,8 @@ def inspect(
     path: Dataset,
     samples: Annotated[int, typer.Option(min=0, help="Number of documents to show.")] = 3,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Tokenizer to decode the samples with [the data's own].")
+        Path | None,
+        typer.Option(help="Tokenizer to decode the samples with.", show_default="the data's own"),
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the document lengths here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a list.")] = False,
@@ -282,7 +285,7 @@ def verify(
         for unchecked in result.unchecked:
             print(f"not checked: {unchecked}")
         count = len(result.problems)
-        verdict = f"{count} problem{'s' if count > 1 else ''}" if count else "good"
+        verdict = count_of(count, "problem") if count else "good"
         print(f"{prefix}: {verdict}")
         bad = bad or count > 0
     if bad:

@@ -10,7 +10,8 @@ from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.terminal import in_bytes, table_lines
 
 World = Annotated[
-    int | None, typer.Option(min=1, help="Number of processes [what the file needs].")
+    int | None,
+    typer.Option(min=1, help="Number of processes.", show_default="what the file needs"),
 ]
 
 

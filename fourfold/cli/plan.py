@@ -60,7 +60,8 @@ def plan(
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYOUT", help="Derive one layout: its row, `file`, or mp=8,pp=16 and so on."
+            metavar="LAYOUT",
+            help="Show the arithmetic of one layout: its row, `file`, or mp=8,pp=16 and the like.",
         ),
     ] = None,
     plot: Annotated[
@@ -84,13 +85,15 @@ def plan(
         bool,
         typer.Option(
             "--dry-run",
-            help="Build one rank of the file's layout without memory and count what it holds.",
+            help="Build one rank of the file's layout without memory, and count what it holds.",
         ),
     ] = False,
-    rank: Annotated[int, typer.Option(min=0, help="With --dry-run: which rank.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="With --dry-run: the rank to build.")] = 0,
     world: Annotated[
         int | None,
-        typer.Option(min=1, help="With --dry-run: number of ranks [what the file needs]."),
+        typer.Option(
+            min=1, help="With --dry-run: number of ranks.", show_default="what the file needs"
+        ),
     ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Predict published runs and show the errors.")
@@ -99,7 +102,7 @@ def plan(
         Path | None, typer.Option(help="With --self-test: another table of published runs.")
     ] = None,
 ) -> None:
-    """Rank the layouts of a model on a cluster: will it fit, how fast, for how much, and why."""
+    """Rank the layouts of a model on a cluster: does it fit, how fast is it, what does it cost."""
     mode = _mode_of(context)
     if mode == "self_test":
         _self_test(rows)

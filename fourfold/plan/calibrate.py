@@ -26,10 +26,10 @@ from fourfold.parallel import layout_of
 from fourfold.plan.cluster import GIB, Cluster
 from fourfold.plan.machine import load_coefficients
 from fourfold.plan.planner import Candidate, candidate_of
-from fourfold.plan.suggestions import physics_check
 
 FEWEST_STEPS = 5
 NARROWEST_BAND = 0.08
+IMPLAUSIBLE = 0.75  # of the peak: no training run reaches it
 MOVED = ("sustained", "memory_gbps", "launch_us", "intra_gbps", "inter_gbps")
 
 
@@ -194,6 +194,18 @@ def _rate_lines(
     warning = physics_check(rate, peak, "hardware FLOP/s of this run")
     if warning is not None:
         yield warning
+
+
+def physics_check(flops_per_second: float, peak: float, what: str) -> str | None:
+    """A rate no run reaches says that the label is wrong, not that the run is fast."""
+    share = flops_per_second / peak
+    if share <= IMPLAUSIBLE:
+        return None
+    return (
+        f"{what}: {flops_per_second / 1e12:.1f} of {peak / 1e12:.0f} TFLOP/s is {share:.0%} of the "
+        f"peak, above the {IMPLAUSIBLE:.0%} any training run reaches: check the model size, batch, "
+        "device or precision it was labelled with"
+    )
 
 
 # -- a damped Gauss-Newton fit of positive numbers ------------------------------------------------

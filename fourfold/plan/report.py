@@ -1,67 +1,22 @@
-"""A plan as text: the ranked table, what follows it, JSON."""
+"""Reports of a plan: the table, the advice below it, JSON, days and cost, one layout explained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from fourfold.plan.cluster import GIB, UNCHECKED_BAND
+from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster
 from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_seconds, weight_shapes
 from fourfold.plan.machine import Group, bus_bandwidth
 from fourfold.plan.planner import Candidate, Plan
-from fourfold.plan.suggestions import (
-    Bill,
-    Goodput,
-    bill_of,
-    devices_for,
-    goodput_of,
-    near_misses,
-    precision_advice,
-    sensitivity,
-    shape_lint,
-)
+from fourfold.plan.suggestions import near_misses, precision_advice, sensitivity, shape_lint
+from fourfold.terminal import count_of
 
 HEADINGS = (
     "#", "layout", "how", "GiB", "fit", "step s", "TGS", "MFU", "bubble", "comm",
 )  # fmt: skip
-DEADLINES = (30, 60, 90)
-
-
-class Economics:
-    """What training on `tokens` takes on the cluster of a plan."""
-
-    def __init__(self, plan: Plan, tokens: float | None, price: float | None) -> None:
-        self.plan, self.tokens, self.price = plan, tokens, price
-        self.goodput: Goodput = goodput_of(plan.workload.parameters, plan.cluster)
-
-    def bill(self, candidate: Candidate) -> Bill | None:
-        if self.tokens is None:
-            return None
-        world = self.plan.cluster.world
-        return bill_of(self.tokens, candidate.tokens_per_second, self.goodput, world, self.price)
-
-    def lines(self, candidate: Candidate) -> Iterator[str]:
-        bill = self.bill(candidate)
-        if bill is None or self.tokens is None:
-            return
-        rate = candidate.tokens_per_device
-        cost = "" if bill.cost is None else f", {bill.cost:,.0f} at {self.price:g} per device-hour"
-        yield (
-            f"{self.tokens:.4g} tokens: {bill.days:.1f} days on {self.plan.cluster}{cost}; "
-            f"{self.goodput.text()}"
-        )
-        parameters = self.plan.workload.parameters
-        needed = [
-            (days, devices_for(days, self.tokens, rate, parameters, self.plan.cluster))
-            for days in DEADLINES
-        ]
-        listed = ", ".join(f"{devices:,} for {days} days" for days, devices in needed)
-        yield f"devices needed at this rate per device: {listed}"
-        if bill.days > 365:
-            devices = count(self.plan.cluster.world, "device")
-            years = f"{bill.days / 365:.1f} years"
-            yield f"{years}: on {devices} this is a benchmark, not a training run"
 
 
 def headings(economics: Economics) -> list[str]:
@@ -97,11 +52,6 @@ def _rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}"
 
 
-def count(number: int, what: str) -> str:
-    """ "1 device", "16 devices"."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
 def table(plan: Plan, top: int, economics: Economics) -> list[list[str]]:
     """The best `top` rows, and the file's own layout wherever it stands."""
     rows = [
@@ -128,12 +78,12 @@ def heading_lines(plan: Plan) -> Iterator[str]:
     fitting = 0 if costs is None else int((costs.bytes_ <= plan.cluster.usable_bytes).sum())
     yield (
         f"{size_text(workload.parameters)} parameters, {plan.cluster} = "
-        f"{count(plan.cluster.world, 'device')}, global batch {workload.global_batch} x "
+        f"{count_of(plan.cluster.world, 'device')}, global batch {workload.global_batch} x "
         f"{workload.network.seq} tokens, {workload.precision}"
     )
-    ways = count(len(plan.candidates), "way")
+    ways = count_of(len(plan.candidates), "way")
     yield (
-        f"{count(looked, 'legal layout')}, {fitting:,} fit in "
+        f"{count_of(looked, 'legal layout')}, {fitting:,} fit in "
         f"{plan.cluster.device.memory_gib:.4g} GiB as predicted; {ways} to cut the ranks, each "
         "with its fastest variant"
     )
@@ -225,6 +175,114 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
         "near_misses": list(near_misses(plan)),
         "goodput": economics.goodput.share,
     }
+
+
+# -- from step time to calendar and cost ----------------------------------------------------------
+#
+# Goodput is the share of the time that ends up in the model: the rest goes into saving, into
+# restarting, and into work that an interruption undid. Saving at the interval of Young and Daly
+# (the square root of twice the time of a save times the time between failures) loses least.
+
+DEADLINES = (30, 60, 90)
+CHECKPOINT_BYTES = 12  # per parameter: fp32 weights and two moments
+FIXED_SAVE_SECONDS = 5.0
+DAY = 86400.0
+
+
+class Economics:
+    """What training on `tokens` takes on the cluster of a plan; without `tokens`, nothing."""
+
+    def __init__(self, plan: Plan, tokens: float | None, price: float | None) -> None:
+        self.plan, self.tokens, self.price = plan, tokens, price
+        self.goodput: Goodput = goodput_of(plan.workload.parameters, plan.cluster)
+
+    def bill(self, candidate: Candidate) -> Bill | None:
+        if self.tokens is None:
+            return None
+        world = self.plan.cluster.world
+        return bill_of(self.tokens, candidate.tokens_per_second, self.goodput, world, self.price)
+
+    def lines(self, candidate: Candidate) -> Iterator[str]:
+        bill = self.bill(candidate)
+        if bill is None or self.tokens is None:
+            return
+        rate = candidate.tokens_per_device
+        cost = "" if bill.cost is None else f", {bill.cost:,.0f} at {self.price:g} per device-hour"
+        yield (
+            f"{self.tokens:.4g} tokens: {bill.days:.1f} days on {self.plan.cluster}{cost}; "
+            f"{self.goodput.text()}"
+        )
+        parameters = self.plan.workload.parameters
+        needed = [
+            (days, devices_for(days, self.tokens, rate, parameters, self.plan.cluster))
+            for days in DEADLINES
+        ]
+        listed = ", ".join(f"{devices:,} for {days} days" for days, devices in needed)
+        yield f"devices needed at this rate per device: {listed}"
+        if bill.days > 365:
+            devices = count_of(self.plan.cluster.world, "device")
+            years = f"{bill.days / 365:.1f} years"
+            yield f"{years}: on {devices} this is a benchmark, not a training run"
+
+
+@dataclass(frozen=True)
+class Goodput:
+    mtbf_hours: float  # of the whole cluster
+    save_seconds: float
+    interval_seconds: float  # between saves
+    share: float  # of the time that ends up in the model
+
+    def text(self) -> str:
+        return (
+            f"one interruption every {_hours(self.mtbf_hours)}, a save takes "
+            f"{self.save_seconds:.0f} s, saving every {self.interval_seconds / 60:.0f} min "
+            f"loses least: {self.share:.1%} of the time is training"
+        )
+
+
+def goodput_of(parameters: int, cluster: Cluster) -> Goodput:
+    mtbf = cluster.device_mtbf_hours * 3600 / cluster.world
+    save = FIXED_SAVE_SECONDS + CHECKPOINT_BYTES * parameters / (
+        cluster.nodes * cluster.disk_gbps * 1e9
+    )
+    interval = math.sqrt(2 * save * mtbf)
+    lost = save / interval + (interval / 2 + 60 * cluster.restart_minutes) / mtbf
+    return Goodput(mtbf / 3600, save, interval, 1 / (1 + lost))
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A whole run: how long, and for how much if a price is known."""
+
+    tokens: float
+    days: float  # interruptions included
+    cost: float | None
+
+
+def bill_of(
+    tokens: float, tokens_per_second: float, goodput: Goodput, world: int, price: float | None
+) -> Bill:
+    days = tokens / (tokens_per_second * goodput.share) / DAY
+    return Bill(tokens, days, None if price is None else 24 * days * world * price)
+
+
+def devices_for(
+    days: float, tokens: float, per_device: float, parameters: int, cluster: Cluster
+) -> int:
+    """Devices, in whole nodes, that read `tokens` in `days` at `per_device` tokens/s each."""
+    needed = tokens / (per_device * days * DAY)
+    for _ in range(20):  # more devices fail more often, so a little more is needed
+        nodes = max(1, math.ceil(needed / cluster.devices_per_node))
+        grown = cluster.model_copy(update={"nodes": min(nodes, 2**20)})
+        more = tokens / (per_device * days * DAY * goodput_of(parameters, grown).share)
+        if math.ceil(more / cluster.devices_per_node) <= nodes:
+            break
+        needed = more
+    return nodes * cluster.devices_per_node
+
+
+def _hours(hours: float) -> str:
+    return f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} h"
 
 
 # -- the arithmetic behind one layout, for `--explain` --------------------------------------------

@@ -1,11 +1,10 @@
-"""Sentences about a plan: what almost fits, what a single change buys, what the shape wastes.
+"""Suggestions for a plan: what almost fits, what a single change buys, what the shape wastes.
 
 Each sentence gives the arithmetic it rests on.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,9 +15,9 @@ from fourfold.cost.workload import Spread, Workload
 from fourfold.plan.cluster import GIB, PRESETS, Cluster
 from fourfold.plan.planner import CUT, Candidate, Fit, Plan, candidate_of, fit_of
 from fourfold.plan.search import legal_spreads, one_spread
+from fourfold.terminal import count_of
 
 WORTH_SAYING = 0.005  # of the step time or of the memory
-IMPLAUSIBLE = 0.75  # of the peak: no training run reaches it
 
 
 def near_misses(plan: Plan, most: int = 3) -> Iterator[str]:
@@ -214,18 +213,6 @@ def precision_advice(plan: Plan) -> Iterator[str]:
         )
 
 
-def physics_check(flops_per_second: float, peak: float, what: str) -> str | None:
-    """A rate no run reaches says that the label is wrong, not that the run is fast."""
-    share = flops_per_second / peak
-    if share <= IMPLAUSIBLE:
-        return None
-    return (
-        f"{what}: {flops_per_second / 1e12:.1f} of {peak / 1e12:.0f} TFLOP/s is {share:.0%} of the "
-        f"peak, above the {IMPLAUSIBLE:.0%} any training run reaches: check the model size, batch, "
-        "device or precision it was labelled with"
-    )
-
-
 def impossible(plan: Plan) -> Iterator[str]:
     """Nothing fits: by how much, and what would."""
     workload, cluster = plan.workload, plan.cluster
@@ -244,7 +231,7 @@ def impossible(plan: Plan) -> Iterator[str]:
     enough = smallest_world(workload, cluster)
     if enough is not None:
         name = cluster.device.name
-        devices = f"{enough.world} device{'s' * (enough.world > 1)}"
+        devices = count_of(enough.world, "device")
         yield f"smallest cluster of {name} that would: {enough} ({devices})"
     for device in sorted(PRESETS.values(), key=lambda device: device.memory_gib):
         if fit_of(least.bytes_, device.memory_gib * GIB, device.memory_band) == "fits":
@@ -283,71 +270,3 @@ def _least_bytes(workload: Workload, cluster: Cluster) -> float:
 
 def _candidate(plan: Plan, spread: Spread) -> Candidate:
     return candidate_of(plan.workload, spread, plan.cluster, plan.coefficients)
-
-
-# -- from step time to calendar and cost ----------------------------------------------------------
-
-
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weights and two moments
-FIXED_SAVE_SECONDS = 5.0
-DAY = 86400.0
-
-
-@dataclass(frozen=True)
-class Goodput:
-    mtbf_hours: float  # of the whole cluster
-    save_seconds: float
-    interval_seconds: float  # between saves
-    share: float  # of the time that ends up in the model
-
-    def text(self) -> str:
-        return (
-            f"one interruption every {_hours(self.mtbf_hours)}, a save takes "
-            f"{self.save_seconds:.0f} s, saving every {self.interval_seconds / 60:.0f} min "
-            f"loses least: {self.share:.1%} of the time is training"
-        )
-
-
-def goodput_of(parameters: int, cluster: Cluster) -> Goodput:
-    mtbf = cluster.device_mtbf_hours * 3600 / cluster.world
-    save = FIXED_SAVE_SECONDS + CHECKPOINT_BYTES * parameters / (
-        cluster.nodes * cluster.disk_gbps * 1e9
-    )
-    interval = math.sqrt(2 * save * mtbf)
-    lost = save / interval + (interval / 2 + 60 * cluster.restart_minutes) / mtbf
-    return Goodput(mtbf / 3600, save, interval, 1 / (1 + lost))
-
-
-@dataclass(frozen=True)
-class Bill:
-    """A whole run: how long, and for how much if a price is known."""
-
-    tokens: float
-    days: float  # interruptions included
-    cost: float | None
-
-
-def bill_of(
-    tokens: float, tokens_per_second: float, goodput: Goodput, world: int, price: float | None
-) -> Bill:
-    days = tokens / (tokens_per_second * goodput.share) / DAY
-    return Bill(tokens, days, None if price is None else 24 * days * world * price)
-
-
-def devices_for(
-    days: float, tokens: float, per_device: float, parameters: int, cluster: Cluster
-) -> int:
-    """Devices, in whole nodes, that read `tokens` in `days` at `per_device` tokens/s each."""
-    needed = tokens / (per_device * days * DAY)
-    for _ in range(20):  # more devices fail more often, so a little more is needed
-        nodes = max(1, math.ceil(needed / cluster.devices_per_node))
-        grown = cluster.model_copy(update={"nodes": min(nodes, 2**20)})
-        more = tokens / (per_device * days * DAY * goodput_of(parameters, grown).share)
-        if math.ceil(more / cluster.devices_per_node) <= nodes:
-            break
-        needed = more
-    return nodes * cluster.devices_per_node
-
-
-def _hours(hours: float) -> str:
-    return f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} h"

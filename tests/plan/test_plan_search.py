@@ -15,14 +15,13 @@ from fourfold.config import Config, load_config
 from fourfold.cost.workload import workload_of
 from fourfold.errors import ConfigError
 from fourfold.plan import parse_cluster, plan
+from fourfold.plan.calibrate import physics_check
 from fourfold.plan.planner import candidate_of
+from fourfold.plan.report import devices_for, goodput_of
 from fourfold.plan.search import legal_spreads, one_spread
 from fourfold.plan.suggestions import (
-    devices_for,
-    goodput_of,
     impossible,
     near_misses,
-    physics_check,
     sensitivity,
     shape_lint,
     smallest_world,
