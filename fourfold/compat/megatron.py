@@ -17,7 +17,7 @@ from typing import Any
 from fourfold.cli import main as fourfold
 from fourfold.compat.flags import Flags, Translation
 from fourfold.compat.megatron_flags import KEYS, PROGRAM, read_flags, without_effect
-from fourfold.compat.megatron_preprocess import tokenizer_place
+from fourfold.compat.megatron_preprocess import tokenizer_path
 from fourfold.errors import ConfigError, UserError, report
 from fourfold.launch.launchers import join_launcher
 
@@ -88,7 +88,7 @@ def read_vocabulary(flags: Flags, directory: Path) -> VocabularyFlags:
         return VocabularyFlags(flags["--vocab-size"] + 1, eos_id=flags["--vocab-size"])
     from fourfold.tokenizer import Tokenizer
 
-    tokenizer, file = Tokenizer.load(tokenizer_place(flags)), directory / "tokenizer.json"
+    tokenizer, file = Tokenizer.load(tokenizer_path(flags)), directory / "tokenizer.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Many processes, on several machines, may be writing here at once.

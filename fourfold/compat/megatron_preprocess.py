@@ -3,9 +3,9 @@
     {output-prefix}_{key}_document.bin  .idx    for each of --json-keys
     {output-prefix}_{key}_document.json         what they were made from, and with which tokenizer
 
-The files are what Megatron reads, and what it should have written: with --append-eod the end of
-each document is counted in its length. Documents keep the order of the input whatever the number
-of workers and partitions.
+Megatron reads these files. With --append-eod the length of a document includes its end, which some
+versions of Megatron's own script do not count. Documents keep the order of the input, whatever the
+number of workers and partitions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     return flags
 
 
-def tokenizer_place(flags: Flags) -> str | tuple[str, str]:
+def tokenizer_path(flags: Flags) -> str | tuple[str, str]:
     """Where `Tokenizer.load` finds what --tokenizer-type and the flags beside it name."""
     kind = flags["--tokenizer-type"]
     if kind == "GPT2BPETokenizer":
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 class ProgressLines:
     """Megatron's line of progress, on standard error, about every `interval` documents.
 
-    Documents are counted where a part of the input is finished, so a line may be late.
+    Documents are counted when a part of the input is finished, so a line may come late.
     """
 
     def __init__(self, interval: int) -> None:
@@ -142,7 +142,7 @@ def _settings(flags: Flags, key: str) -> PrepareSettings:
     from fourfold.tools.prepare.manifest import PrepareSettings
 
     return PrepareSettings(
-        tokenizer=tokenizer_place(flags),
+        tokenizer=tokenizer_path(flags),
         append_eod="--append-eod" in flags,
         json_key=key,
         workers=flags["--workers"],
@@ -151,7 +151,7 @@ def _settings(flags: Flags, key: str) -> PrepareSettings:
 
 
 def _check(flags: Flags) -> None:
-    tokenizer_place(flags)
+    tokenizer_path(flags)
     for flag in ("--workers", "--partitions", "--log-interval"):
         if flags[flag] < 1:
             raise UserError(f"{flag} {flags[flag]}: choose 1 or more")

@@ -3,8 +3,8 @@
     main("static", "run_pretrain_static.py", sys.argv[1:])
 
 The flags become `output_dir/config.yaml`, which names the flag behind each value, and the run is
-`fourfold train -c` of that file. The static script compiles the model. No flag is dropped in
-silence: what has no meaning here is said at the start, and all that does not fit is told at once.
+`fourfold train -c` of that file. The static script compiles the model. No flag is dropped silently:
+those without effect are listed at the start, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fourfold.compat.paddlenlp_flags import (
 from fourfold.compat.paddlenlp_models import (
     END_OF_TEXT,
     SIZES,
-    Start,
-    find_start,
-    take_weights,
-    weights_place,
+    InitialModel,
+    find_model,
+    initial_weights_dir,
+    write_initial_weights,
 )
 from fourfold.errors import ConfigError, UserError, report
 from fourfold.launch.launchers import join_launcher
@@ -50,29 +50,29 @@ def prepare(graph_mode: GraphMode, program: str, arguments: Sequence[str]) -> Pa
     launcher = join_launcher(os.environ)
     processes = launcher.world_size if launcher else 1
     flags = read_flags(program, arguments)
-    problems, start = [], None
+    problems, model = [], None
     try:
-        start = find_start(flags["model_name_or_path"], _sizes(flags))
+        model = find_model(flags["model_name_or_path"], _sizes(flags))
     except UserError as error:
         problems.append(str(error))
-    translation = translate(flags, graph_mode, start)
+    translation = translate(flags, graph_mode, model)
     layout = PaddleLayout.of(flags, graph_mode)
     problems += problems_of(flags, layout, translation, processes, program)
-    if problems or start is None:
+    if problems or model is None:
         raise ConfigError(problems)
     if os.environ.get("RANK", "0") == "0":
         if useless := without_effect(flags, layout):
             print(f"fourfold: without effect: {'; '.join(useless)}", flush=True)
-        take_weights(start, Path(flags["output_dir"]))
+        write_initial_weights(model, Path(flags["output_dir"]))
     return translation.write(flags["output_dir"])
 
 
-def translate(flags: Flags, graph_mode: GraphMode, start: Start | None) -> Translation:
-    """The flags as keys; without a model where that could not be found."""
+def translate(flags: Flags, graph_mode: GraphMode, model: InitialModel | None) -> Translation:
+    """The flags as keys; without sizes if the model was not found."""
     translation = Translation(f"PaddleNLP's gpt-3 ({graph_mode} graph)")
     translation.set_keys(flags, KEYS)
-    if start is not None:
-        _translate_model(translation, flags, start)
+    if model is not None:
+        _translate_model(translation, flags, model)
     _translate_layout(translation, flags, PaddleLayout.of(flags, graph_mode))
     _translate_data(translation, flags)
     _translate_precision(translation, flags)
@@ -86,17 +86,16 @@ def _sizes(flags: Flags) -> dict[str, int]:
     return {name: flags[name] for name in SIZES if name in flags}
 
 
-def _translate_model(translation: Translation, flags: Flags, start: Start) -> None:
+def _translate_model(translation: Translation, flags: Flags, model: InitialModel) -> None:
     named = "model_name_or_path"
-    origin = flags.origin(named) if start.weights else flags.shown(named)
-    for name, value in start.model.items():
+    origin = flags.origin(named) if model.weights else flags.shown(named)
+    for name, value in model.sizes.items():
         flag = flags.origin(name) if name in flags else origin
         translation.set(f"Model.{name}", value, flag)
-    if start.weights is not None:
-        place = weights_place(Path(flags["output_dir"]))
-        translation.set(
-            "Engine.save_load.ckpt_dir", str(place), "the weights of --model_name_or_path"
-        )
+    if model.weights is not None:
+        weights = str(initial_weights_dir(Path(flags["output_dir"])))
+        origin = "the weights of --model_name_or_path"
+        translation.set("Engine.save_load.ckpt_dir", weights, origin)
 
 
 def _translate_layout(translation: Translation, flags: Flags, layout: PaddleLayout) -> None:

@@ -36,9 +36,6 @@ class ModelPreset:
     max_position_embeddings: int = 1024
     initializer_range: float = 0.02
 
-    def model(self) -> dict[str, int | float]:
-        return asdict(self)
-
 
 ENGLISH = {
     "gpt2-small-en": ModelPreset(50304, 1024, 4, 4),
@@ -58,91 +55,81 @@ PRESETS = ENGLISH | CHINESE
 END_OF_TEXT: dict[ModelType, int] = {"gpt": 50256, "gpt-cn": 7}
 
 
-def find_preset(name: str) -> ModelPreset | None:
-    return PRESETS.get(name)
-
-
 def model_type_of(name: str) -> ModelType:
     """The `--model_type` that goes with a preset."""
     return "gpt-cn" if name in CHINESE else "gpt"
 
 
-def unknown_preset(name: str) -> str:
-    """What to tell about a name that is neither a preset nor a place."""
-    hint = did_you_mean(nearest(name, PRESETS))
-    return (
-        f"{name} is neither a directory nor one of the models known by name "
-        f"({', '.join(PRESETS)}){hint}"
-    )
-
-
-# -- the start of a run -------------------------------------------------------------------------
+# -- the model a run begins with ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Start:
-    """Keys of the `Model` section, and the checkpoint to take the weights of, if there is one."""
+class InitialModel:
+    """Keys of the `Model` section, and the checkpoint to take the weights from, if there is one."""
 
-    model: dict[str, int | float]
+    sizes: dict[str, int | float]
     weights: Path | None = None
 
 
-def find_start(named: str, sizes: Mapping[str, int]) -> Start:
-    """The model `named`, a preset before a directory; `sizes` are asked for by flags of our own.
+def find_model(named: str, sizes: Mapping[str, int]) -> InitialModel:
+    """The model `named`, a preset before a directory; `sizes` come from flags of our own.
 
-    They change a preset. A checkpoint has its sizes, and may only be told its heads again: Paddle's
-    files do not say them.
+    They change a preset. A checkpoint has its own sizes; only its number of heads may be given,
+    because Paddle's files do not hold it.
     """
-    if preset := find_preset(named):
-        return Start({**preset.model(), **sizes})
-    place = Path(named)
-    if not place.exists():
-        raise UserError(f"--model_name_or_path {unknown_preset(named)}")
-    model = _sizes_of(place, sizes.get(HEADS))
-    if other := [f"--{name} {size}" for name, size in sizes.items() if model[name] != size]:
+    if named in PRESETS:
+        return InitialModel({**asdict(PRESETS[named]), **sizes})
+    checkpoint = Path(named)
+    if not checkpoint.exists():
+        raise UserError(
+            f"--model_name_or_path {named} is neither a directory nor one of the models known by "
+            f"name ({', '.join(PRESETS)}){did_you_mean(nearest(named, PRESETS))}"
+        )
+    own = _sizes_of(checkpoint, sizes.get(HEADS))
+    if other := [f"--{name} {size}" for name, size in sizes.items() if own[name] != size]:
         raise UserError(
             f"{', '.join(other)}: the checkpoint {named} has its own sizes "
-            f"({', '.join(f'{name} {model[name]}' for name in SIZES)}); leave the flags out"
+            f"({', '.join(f'{name} {own[name]}' for name in SIZES)}); leave the flags out"
         )
-    return Start(model, place)
+    return InitialModel(own, checkpoint)
 
 
-def _sizes_of(place: Path, heads: int | None) -> dict[str, int | float]:
+def _sizes_of(path: Path, heads: int | None) -> dict[str, int | float]:
     from fourfold import checkpoint
     from fourfold.convert import load_foreign, open_weights
     from fourfold.convert.fleetx import HEADS_OPTION
 
     names = [*SIZES, "ffn_hidden_size"]
     try:
-        if place.is_dir() and open_weights(place).kind == "fourfold":
-            # What it says of itself: opening it as a foreign model would verify every weight.
-            section = checkpoint.read_state(checkpoint.candidates(place)[0])["config"]["Model"]
+        if path.is_dir() and open_weights(path).kind == "fourfold":
+            # From its saved configuration: opening it as a foreign model would verify every weight.
+            section = checkpoint.read_state(checkpoint.candidates(path)[0])["config"]["Model"]
             return {name: section[name] for name in names}
-        with load_foreign(place, heads) as foreign:
+        with load_foreign(path, heads) as foreign:
             return {name: foreign.model[name] for name in names}
     except CheckpointError as error:
-        told = str(error).replace(HEADS_OPTION, f"--{HEADS}")
-        raise CheckpointError(f"--model_name_or_path {told}") from error
+        text = str(error).replace(HEADS_OPTION, f"--{HEADS}")
+        raise CheckpointError(f"--model_name_or_path {text}") from error
 
 
-def weights_place(output_dir: Path) -> Path:
-    """Beside the run and not in it: a checkpoint named inside a run is taken at every start."""
+def initial_weights_dir(output_dir: Path) -> Path:
+    """Beside the run, not in it: a checkpoint named inside a run would be loaded at every start."""
     return output_dir.with_name(f"{output_dir.name}_initial_weights")
 
 
-def take_weights(start: Start, output_dir: Path) -> None:
-    """Write the weights where the run begins, unless it has begun. One process does this; those
-    that come to meet it wait."""
+def write_initial_weights(model: InitialModel, output_dir: Path) -> None:
+    """Write the weights that the run begins with, unless it has begun. One process does this; the
+    others wait for it when they connect."""
     from fourfold import checkpoint
     from fourfold.convert import convert
 
-    if start.weights is None or checkpoint.candidates(output_dir):
+    if model.weights is None or checkpoint.candidates(output_dir):
         return
-    target = weights_place(output_dir)
-    # Left by a start that came to no checkpoint; its source may have changed since.
+    target = initial_weights_dir(output_dir)
+    # Left by a run that was started and saved no checkpoint; the source may have changed since.
     if any(
         checkpoint.read_state(step).get("weights_only") for step in checkpoint.candidates(target)
     ):
         shutil.rmtree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    convert(start.weights, target, "fourfold", num_attention_heads=int(start.model[HEADS]))
+    convert(model.weights, target, "fourfold", num_attention_heads=int(model.sizes[HEADS]))

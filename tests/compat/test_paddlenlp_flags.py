@@ -18,7 +18,7 @@ from fourfold.compat.paddlenlp_flags import (
     read_flags,
     without_effect,
 )
-from fourfold.compat.paddlenlp_models import PRESETS, find_start, weights_place
+from fourfold.compat.paddlenlp_models import PRESETS, find_model, initial_weights_dir
 from fourfold.config import Config, load_config
 from fourfold.convert import load_foreign
 from fourfold.engine import build_engine
@@ -39,8 +39,8 @@ def resolved(
     tmp_path: Path, text: str, graph_mode: GraphMode = "static", processes: int | None = None
 ) -> Config:
     flags = read(f"{GPT2} {text}")
-    start = find_start(flags["model_name_or_path"], {})
-    return load_config(translate(flags, graph_mode, start).write(tmp_path), (), processes)
+    model = find_model(flags["model_name_or_path"], {})
+    return load_config(translate(flags, graph_mode, model).write(tmp_path), (), processes)
 
 
 def refused(text: str, base: str = GPT2) -> str:
@@ -68,7 +68,7 @@ def refused(text: str, base: str = GPT2) -> str:
 def test_presets_have_the_size_in_their_name(tmp_path: Path, name: str, millions: int) -> None:
     kind = "gpt-cn" if name.endswith("-cn") or "-cn-" in name else "gpt"
     flags = read(f"--model_type {kind} --model_name_or_path {name} {PLACES}")
-    file = translate(flags, "static", find_start(name, {})).write(tmp_path)
+    file = translate(flags, "static", find_model(name, {})).write(tmp_path)
     shape = ModelShape.of(load_config(file).Model)
     assert count_parameters(shape) == pytest.approx(millions * 1e6, rel=0.07)
 
@@ -84,7 +84,7 @@ def test_a_name_that_is_nearly_right_is_suggested() -> None:
 def test_sizes_of_a_preset_can_be_changed(tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "num_layers": 2}
     flags = read(f"{GPT2} --hidden_size 96 --num_layers 2")
-    file = translate(flags, "static", find_start("gpt2-en", sizes)).write(tmp_path)
+    file = translate(flags, "static", find_model("gpt2-en", sizes)).write(tmp_path)
     model = load_config(file).Model
     assert (model.hidden_size, model.num_layers, model.ffn_hidden_size) == (96, 2, 384)
     assert model.num_attention_heads == 12
@@ -291,7 +291,7 @@ def test_a_run_starts_from_paddles_weights_and_then_goes_on_by_itself(
 ) -> None:
     file = prepare("dynamic", "run_pretrain.py", from_paddle)
     with (
-        load_foreign(weights_place(tmp_path / "run")) as taken,
+        load_foreign(initial_weights_dir(tmp_path / "run")) as taken,
         load_foreign(FLEETX_TINY, 4) as own,
     ):
         theirs = dict(own.tensors())
@@ -299,9 +299,9 @@ def test_a_run_starts_from_paddles_weights_and_then_goes_on_by_itself(
     build_engine(load_config(file, (), 1)).fit()
     assert "starting at step 0 with the weights of" in capsys.readouterr().out
 
-    shutil.rmtree(weights_place(tmp_path / "run"))
+    shutil.rmtree(initial_weights_dir(tmp_path / "run"))
     file = prepare("dynamic", "run_pretrain.py", [*from_paddle, "--max_steps", "2"])
-    assert not weights_place(tmp_path / "run").exists()
+    assert not initial_weights_dir(tmp_path / "run").exists()
     engine = build_engine(load_config(file, (), 1))
     engine.fit()
     assert engine.step == 2
@@ -310,7 +310,7 @@ def test_a_run_starts_from_paddles_weights_and_then_goes_on_by_itself(
     again = [*from_paddle, "--output_dir", str(tmp_path / "next")]
     again[again.index(str(FLEETX_TINY))] = str(tmp_path / "run")
     prepare("dynamic", "run_pretrain.py", again)
-    assert (weights_place(tmp_path / "next") / "step_0").is_dir()
+    assert (initial_weights_dir(tmp_path / "next") / "step_0").is_dir()
 
 
 @pytest.mark.parametrize(
