@@ -50,7 +50,8 @@ def schema(
     override: Overrides = None,
 ) -> None:
     """Print the JSON Schema of the configuration, for editors."""
-    from fourfold.config import json_schema, load_config
+    from fourfold.config import load_config
+    from fourfold.config.reference import json_schema
 
     if config is None and override:
         raise UserError("-o sets keys of a file; name the file with -c")

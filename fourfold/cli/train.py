@@ -148,10 +148,11 @@ class TrainRun:
 def _join_others() -> int:
     """Take this process's place among those a launcher started; how many there are."""
     from fourfold.launch.launchers import join_launcher
-    from fourfold.launch.workers import die_with_parent
 
     launcher = join_launcher(os.environ)
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        from fourfold.launch.workers import die_with_parent
+
         # torchrun that is killed would leave its processes behind.
         die_with_parent(os.getppid())
     return launcher.world_size if launcher else 1

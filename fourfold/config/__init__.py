@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from fourfold.config.load import ConfigSource, load_config, read_config
-from fourfold.config.reference import json_schema, markdown_reference
 from fourfold.config.schema import Config
 
 __all__ = [
     "Config",
     "ConfigSource",
-    "json_schema",
     "load_config",
-    "markdown_reference",
     "read_config",
 ]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from helpers.yaml_text import Load
 
-from fourfold.config import Config, json_schema, load_config, markdown_reference
+from fourfold.config import Config, load_config
 from fourfold.config.__main__ import annotated
 from fourfold.config.fields import leaves
+from fourfold.config.reference import json_schema, markdown_reference
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = sorted((Path(__file__).parent / "blocks").glob("*.yaml"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fourfold.launch import supervise
+from fourfold.launch.supervisor import supervise
 from fourfold.signals import answer_with_stacks
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.launch import join_launcher
-from fourfold.launch.launchers import first_host, port_of
+from fourfold.launch.launchers import first_host, join_launcher, port_of
 
 SRUN = {
     "SLURM_JOB_ID": "200505",

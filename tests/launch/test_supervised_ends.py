@@ -17,8 +17,7 @@ from helpers.tiny_run import start_child
 
 from fourfold.errors import ConfigError, UserError
 from fourfold.heartbeat import beat
-from fourfold.launch import supervise
-from fourfold.launch.supervisor import Restarts
+from fourfold.launch.supervisor import Restarts, supervise
 
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:
