@@ -86,7 +86,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class TrainRun:
-    """What the user said about a run."""
+    """A run as the user asked for it."""
 
     file: Path
     overrides: list[str]

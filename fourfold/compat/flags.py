@@ -162,7 +162,7 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"{name}: unknown flag{hint}")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')}; {self.prog} --help tells more")
+        raise UserError(f"{message.removeprefix('argument ')}; {self.prog} --help lists all flags")
 
 
 # -- flags to a configuration -------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Translation:
     def problems(self, doubtful: Collection[str] = ()) -> list[str]:
         """Why no run can be made of these values, in the words of the flags.
 
-        Nothing is said about keys in `doubtful`: what is wrong with them has been said.
+        Problems with keys in `doubtful` are left out: they have been reported already.
         """
         sound = {key: given for key, given in self.values.items() if key not in doubtful}
         with tempfile.TemporaryDirectory() as directory:
@@ -197,8 +197,8 @@ class Translation:
             try:
                 load_config(file)
             except ConfigError as error:
-                told = [problem for problem in error.problems if not {*problem.paths} & {*doubtful}]
-                return [problem.text(self._in_flags) for problem in told]
+                new = [problem for problem in error.problems if not {*problem.paths} & {*doubtful}]
+                return [problem.text(self._in_flags) for problem in new]
         return []
 
     def _in_flags(self, setting: Setting) -> str:

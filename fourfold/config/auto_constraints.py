@@ -1,10 +1,10 @@
 """Constraints on an automatic layout: what a configuration fixes before one is chosen for it.
 
-With `Distributed.auto` the layout is free but for what the user fixed: a degree (or the sharding
-stage, the schedule, the stages per rank) that the file sets to something else than its default,
-and anything that `-o` sets. Micro-batches, recomputation and sequence parallelism of the file are
-those of a layout that is about to be replaced, so there only `-o` counts. Layers listed for each
-stage (`pp_layers`) stay with the pp_degree they are written for.
+With `Distributed.auto` the layout is free except for what the user fixed: a degree (or the sharding
+stage, the schedule, the stages per rank) that the file sets to something other than its default,
+and anything that `-o` sets. Micro-batches, recomputation and sequence parallelism in the file
+belong to a layout that is about to be replaced, so only `-o` counts for them. Layers listed for
+each stage (`pp_layers`) stay with the pp_degree they are written for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DETAILS = {
 GLOBAL_BATCH = "Data.batch_size.global_batch_size"
 LOCAL_BATCH = "Data.batch_size.local_batch_size"
 RECOMPUTE = ("Model.use_recompute", "Model.recompute_granularity")
-# One rank, one sample at a time: legal for every model, so what else is wrong can be told.
+# One rank, one sample at a time: legal for every model, so only other problems are reported.
 NEUTRAL = {
     **{path: None if name == "dp" else off for path, (name, off) in DEGREES.items()},
     "Distributed.auto": False,
@@ -65,7 +65,7 @@ class LayoutConstraints:
 
 
 def is_auto_requested(source: ConfigSource) -> bool:
-    """Whether the layout is left to us, told of a file that may be wrong in every other way."""
+    """Whether the layout is to be chosen, even if the file is wrong in every other way."""
     return validate(*source.translated())[0].Distributed.auto
 
 

@@ -1,9 +1,9 @@
 """Compatibility keys, other spellings of the same tree: the 2022 layout under `PreTraining:`,
 sections pasted inside another one, and the key names of later FleetX versions.
 
-`translate` rewrites them in place to the names of `fourfold.config.schema` and says so. What a
-spelling asks for and this project does not do is an error when it would change the result, and a
-notice when it would not; nothing is dropped in silence.
+`translate` rewrites them in place to the names of `fourfold.config.schema`, with a notice. A
+request for something that is not offered here is an error if it would change the result, and a
+notice if it would not; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "Compress.pretrained": "there is no compression; weights come from Engine.save_load.ckpt_dir",
 }
 
-# Keys of the originals' files that say nothing as they are written there; another value is told.
+# Keys without effect that the originals' files carry, with the value they have there: only another
+# value gets a notice.
 USUAL: dict[str, tuple[Any, str]] = {
     "Engine.num_train_epochs": (
         1,

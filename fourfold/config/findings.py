@@ -1,8 +1,8 @@
 """Findings about a configuration: problems and notices, each at the line its value was written on.
 
-All stages of loading report into one `Report`, so that every problem is told at once. What a
-message is about is kept as values (`Setting`), not only as text: whoever knows a key by another
-name, as the flags of another program do, can say it in those words.
+All stages of loading report into one `Report`, so that all problems are shown together. The keys a
+message names are kept as values (`Setting`), not only as text, so that a caller that knows a key by
+another name, such as the flag of another program, can put that in their place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Message = str | Sequence[str | Setting]  # a text, or its parts, to be joined as
 
 @dataclass
 class Report:
-    """What is to be said about a configuration, collected over all stages of loading it."""
+    """Problems and notices about a configuration, collected over all stages of loading it."""
 
     problems: list[Remark] = field(default_factory=list)
     notices: list[Remark] = field(default_factory=list)
@@ -54,11 +54,11 @@ def in_reading_order(remarks: list[Remark]) -> list[Remark]:
 
 @dataclass
 class ConfigFindings:
-    """Says what is wrong or remarkable about values, at the place they were written.
+    """Reports on values, each at the place it was written.
 
-    A check names the keys it looked at: those that its message shows, and `paths` before them. It
-    stays silent when one of them was already reported, or is what a misspelt key was meant to be:
-    it then saw a default, not what the user wrote.
+    A check names the keys it looked at: those in its message, and `paths` before them. Nothing is
+    reported when one of them was reported already, or is what a misspelt key was meant to be: the
+    check then saw a default, not what the user wrote.
     """
 
     tree: Tree

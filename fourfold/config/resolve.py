@@ -75,7 +75,7 @@ def _resolve_degrees(config: Config, findings: ConfigFindings, world_size: int |
 
 
 def _assumed_dp(config: Config, findings: ConfigFindings) -> int:
-    """Before launch the number of processes is unknown; batch sizes may still tell it."""
+    """Before launch the number of processes is unknown; batch sizes may imply it."""
     sizes = config.Data.batch_size
     sharding = config.Distributed.sharding.sharding_degree
     dp = 1
@@ -133,7 +133,7 @@ def _resolve_batch(config: Config, findings: ConfigFindings) -> None:
 
 
 def _resolve_ramp(config: Config, findings: ConfigFindings) -> None:
-    """What is only whole or growing in steps that divide can be planned by."""
+    """Drop a ramp that does not reach the global batch in whole increments."""
     sizes = config.Data.batch_size
     if sizes.rampup is None:
         return

@@ -50,9 +50,9 @@ class GlobalSection(Section):
     tokenizer: str | None = key(
         None,
         "Path of a tokenizer.json, or of a directory with tokenizer.json or vocab.json and "
-        "merges.txt, by which prompts are read and text is written. Null takes the one beside a "
-        "foreign checkpoint, else the one the run's data was made with, else GPT-2's where the "
-        "vocabulary has room for it; training on tokens needs none.",
+        "merges.txt, for encoding prompts and decoding text. Null takes the one beside an imported "
+        "checkpoint, else the one the run's data was made with, else GPT-2's if the vocabulary is "
+        "large enough; training on tokens needs none.",
     )
     peak_tflops: Literal["measure"] | Positive | None = key(
         None,
@@ -64,7 +64,7 @@ class GlobalSection(Section):
 class MixPrecisionSection(Section):
     use_pure_fp16: bool = derived(
         "Train in float16 with float32 master weights, the originals' switch. Null follows dtype. "
-        "(FleetX's default was True; here a run without a word about precision is float32.)"
+        "(FleetX's default was True; here a run that does not mention precision is float32.)"
     )
     dtype: Dtype = derived(
         "Arithmetic of the model. Null is float16 with use_pure_fp16, else float32."
@@ -105,18 +105,18 @@ class SaveLoadSection(Section):
     keep_last: CountOrZero = key(3, "How many of the newest checkpoints to keep; 0 keeps all.")
     async_save: bool = key(
         False,
-        "Write checkpoints in the background: a copy of the state in host memory, and training "
-        "goes on. The next save waits for the one before.",
+        "Write checkpoints in the background: the state is copied to host memory and training "
+        "continues. The next save waits for the previous one.",
     )
     max_failed_saves: CountOrZero = key(
         3,
-        "Stop the run after this many failed saves in a row, each tried three times; 0 goes on "
-        "however many fail. The last save of a run must succeed.",
+        "Stop the run after this many failed saves in a row, each tried three times; 0 never stops "
+        "for them. The last save of a run must succeed.",
     )
     verify_hashes: bool = key(
         True,
         "Hash every file of a checkpoint before it is loaded. False checks sizes and headers only, "
-        "so that values changed on the disk go unnoticed.",
+        "so values corrupted on disk go unnoticed.",
     )
     auto_resume: bool = key(
         True, "With ckpt_dir null, continue from the newest whole checkpoint in output_dir."
@@ -159,8 +159,8 @@ class EngineSection(Section):
     )
     check_replicas_freq: CountOrZero = key(
         0,
-        "Every this many steps compare, bit by bit, what several ranks must hold alike; 0 only "
-        "after loading a checkpoint.",
+        "Every this many steps, compare bit by bit what several ranks must hold identically; 0 "
+        "only after loading a checkpoint.",
     )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(
@@ -189,8 +189,8 @@ class BatchSizeSection(Section):
     rampup: list[Count] | None = key(
         None,
         "[start, increment, samples]: begin with a global batch of start and raise it by increment "
-        "in equal parts of the first samples, up to global_batch_size. Null is whole from the "
-        "start.",
+        "in equal parts of the first samples, up to global_batch_size. Null is the full batch from "
+        "the start.",
     )
 
     @field_validator("rampup")
@@ -274,8 +274,8 @@ class DatasetSection(Section):
     )
     allow_tokenizer_mismatch: bool = key(
         False,
-        "Train although the data was made with another tokenizer than Global.tokenizer, than the "
-        "checkpoint's data, or than one that fits Model.vocab_size.",
+        "Train even if the data was made with a tokenizer other than Global.tokenizer or that of "
+        "the checkpoint's data, or with one that does not fit Model.vocab_size.",
     )
     prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
 
@@ -383,7 +383,7 @@ class DistributedSection(Section):
     auto: bool = key(
         False,
         "Let fourfold train choose the layout for the processes it has, by its cost model; "
-        "`Distributed: auto` says the same. Degrees above 1 and whatever -o sets are kept.",
+        "`Distributed: auto` means the same. Degrees above 1 and whatever -o sets are kept.",
     )
     dp_degree: Count = derived(
         "Copies of the model that each read their own samples. Null is what the number of "
@@ -402,13 +402,13 @@ class DistributedSection(Section):
     virtual_pp_degree: Count = key(1, "Stages per pipeline rank, for the interleaved schedules.")
     pp_layers: list[Count] | None = key(
         None,
-        "Layers of each pipeline stage, first stage first. Null shares them out as evenly as can "
-        "be, with the longer stages in the middle.",
+        "Layers of each pipeline stage, first stage first. Null divides them as evenly as "
+        "possible, with the longer stages in the middle.",
     )
     timeout_seconds: Positive = key(
         600.0,
-        "How long a rank may wait for the others before the run is given up; the launcher takes "
-        "a run for hung after as long without progress.",
+        "How long a rank may wait for the others before the run is aborted; the launcher considers "
+        "a run hung after the same time without progress.",
     )
     sharding: ShardingSection = section(
         ShardingSection, "Group sharding (ZeRO). The world is dp * pp * sharding * mp processes."
@@ -504,8 +504,8 @@ class InferenceSection(Section):
     )
     weights: Literal["float32", "bfloat16", "float16", "int8"] = key(
         "float32",
-        "Number format of the weights for generation and serving. The narrower ones are faster "
-        "and less exact; int8 rounds activations too and runs in one process on a CPU only.",
+        "Number format of the weights for generation and serving. The narrower ones are faster and "
+        "less precise; int8 rounds activations too and runs only in one process on a CPU.",
     )
 
 
@@ -518,7 +518,7 @@ class EvalSection(Section):
     )
     overlapping_eval: Count = derived(
         "Tokens between the starts of two perplexity windows; only the new ones of each count. "
-        "Null is Eval.max_seq_len, windows side by side."
+        "Null is Eval.max_seq_len: windows that do not overlap."
     )
     ckpt_dir: str | None = key(
         None, "Checkpoint to evaluate. Null takes Engine.save_load.ckpt_dir."
@@ -572,7 +572,7 @@ class ProfilerSection(Section):
 
 
 class Config(Section):
-    """One attribute per section; `notices` holds what the user should be told about the result."""
+    """One attribute per section; `notices` holds what the user should know about the result."""
 
     Global: GlobalSection = section(GlobalSection, "The machine and the seed.")
     Engine: EngineSection = section(EngineSection, "The training loop.")

@@ -1,12 +1,13 @@
-"""YAML nodes: the key tree as it was written, before types are known, with the line of each value.
+"""YAML nodes: the key tree as written, before types are known, with the line of each value.
 
 An `Entry` keeps where a value was written ("gpt.yaml:12" or "-o Engine.max_steps=10") and in
 which layer: base files (`_base_`) come first, then the file, then each `-o`; a later layer wins.
 Sections are dictionaries of entries, everything else is a plain Python value.
 
-Only plain data is read: no tags, no objects. Scalars mean what they say in every file of the
-originals: `1e-5` is a number and `None` is null, which YAML 1.1 would take for strings; dates
-and sexagesimal numbers are strings. Errors are `ConfigError`s that name file and line.
+Only plain data is read: no tags, no objects. It is read from the parser's events, not from composed
+nodes, so that nesting, size and aliases are bounded before anything is built. Scalars mean what the
+originals' files mean by them: `1e-5` is a number and `None` is null, which YAML 1.1 would take for
+strings; dates and sexagesimal numbers are strings. A `ConfigError` names file and line.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Entry]]:
 def put(tree: Tree, path: str, entry: Entry) -> Entry | None:
     """Store `entry` at `path` unless something there takes precedence.
 
-    Precedence has what a later layer said and, within a layer, what is not null. Returns the
-    entry that contradicts this one in the same layer, if there is one.
+    A later layer takes precedence and, within a layer, what is not null. Returns the entry that
+    contradicts this one in the same layer, if there is one.
     """
     *parents, name = path.split(".")
     for parent in parents:

@@ -37,7 +37,7 @@ class RunTarget:
 
 @dataclass(frozen=True)
 class Finding:
-    met: bool | None  # None: cannot be told
+    met: bool | None  # None: the log does not say
     text: str
 
 
@@ -107,7 +107,7 @@ class TargetReading:
         return self.at.step, self.at.loss
 
     def _no_loss(self) -> str | None:
-        """Why the training loss cannot be told, if it cannot."""
+        """Why the training loss is unknown, if it is."""
         if not self._reached():
             return f"step {self.target.step} is not reached: the log ends at step {self.last}"
         if self.at is None:
@@ -122,7 +122,7 @@ class TargetReading:
 
 
 def check_target(lines: Iterable[LogRecord], target: RunTarget) -> list[Finding]:
-    """A finding for each thing wanted; none when the log tells of no step at all."""
+    """A finding for each target; none if the log has no step at all."""
     reading = TargetReading(target)
     for line in lines:
         reading.take(line)
@@ -152,7 +152,7 @@ _MEGATRON_EVALUATION = re.compile(r"\bvalidation loss at iteration (\d{1,15})\b(
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One line of a log that tells of a step, or of an evaluation after it."""
+    """One line of a log about a step, or about an evaluation after it."""
 
     kind: Literal["train", "eval"]
     step: int
@@ -176,7 +176,7 @@ def log_file(run: str | os.PathLike[str]) -> Path:
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[LogRecord]:
-    """Every step and evaluation the log tells of, in the order of its lines."""
+    """Every step and evaluation in the log, in the order of its lines."""
     last_step = 0
     for line in _lines(Path(path)):
         found = parse_line(line, last_step)
@@ -197,7 +197,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def parse_line(line: str, last_step: int = 0) -> LogRecord | None:
-    """What one line tells, if anything; an evaluation of FleetX's belongs to `last_step`."""
+    """What one line says, if anything; an evaluation of FleetX's belongs to `last_step`."""
     if line.startswith("{"):
         return _from_json(line)
     line = _COLOUR.sub("", line).rstrip()
