@@ -117,11 +117,11 @@ class Monitoring:
         own = OwnTimes(record.batch_seconds, spent.communication / steps, spent.bubble / steps)
         rows = self.mesh.all_gather(*own.values())
         if not self.on_cpu:
-            # There the calls only queue work, so what is waited for cannot be told.
+            # On a GPU the calls only queue work, so waiting cannot be told from computing.
             return record
         times = compare_ranks(rows)
-        if told := self.stragglers.look(times):
-            self.sinks.notice(told, level="WARNING")
+        if warning := self.stragglers.look(times):
+            self.sinks.notice(warning, level="WARNING")
         return replace(record, ranks=times)
 
 

@@ -2,7 +2,7 @@
 
 A window is the `logging_freq` steps up to the one logged (fewer after a resume between two
 multiples). Times are wall-clock means per step over the window. Evaluating and saving happen
-between steps: their time is reported, but is no part of the cost of a batch.
+between steps: their time is reported, but does not count towards the cost of a batch.
 
 Beside the times stand the memory of this process and its device, and, where there are several
 ranks, how evenly they worked: stragglers, and the shares of communication and of the bubble.

@@ -36,8 +36,8 @@ class MetricSink(Protocol):
 class Sinks:
     """Turns what happens into records and hands each to every sink.
 
-    No record is worth a run: a sink that cannot write is named once, to the others, and the run
-    goes on.
+    No record is worth a run: a sink that cannot write is reported once, to the others, and the run
+    continues.
     """
 
     def __init__(self, *sinks: MetricSink, step: int = 0) -> None:
@@ -46,7 +46,7 @@ class Sinks:
         self._failing: set[str] = set()
 
     def run(self, facts: RunFacts) -> None:
-        """For whoever reads the records; people are told in notices."""
+        """For programs that read the records; people read the notices."""
         self._write(RUN, asdict(facts))
 
     def train(self, record: Step) -> None:
@@ -118,7 +118,7 @@ class Sinks:
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
                 self.notice(
-                    f"{sink.name} cannot be written ({error.strerror or error}); the run goes on",
+                    f"{sink.name} cannot be written ({error.strerror or error}); the run continues",
                     level="WARNING",
                 )
         else:

@@ -68,28 +68,28 @@ def describe_cluster(world: int, asked: str | None, device: str) -> tuple[Cluste
     if CLUSTER_FILE.is_file():
         measured = load_cluster(CLUSTER_FILE)
         if measured.device.is_cpu is not on_gpu:
-            return _with_ranks(measured, world), _told(measured) + _filling(measured, world)
+            return _with_ranks(measured, world), _origin_of(measured) + _filling(measured, world)
     if on_gpu:
         found, per_node = _gpus()
         machine = Cluster(nodes=1, devices_per_node=per_node, device=found)
-        told = f"figures of {found.name}{_filling(machine, world)}"
-        return machine.with_world(world), told
+        origin = f"figures of {found.name}{_filling(machine, world)}"
+        return machine.with_world(world), origin
     cpu = _typical_cpu(world)
-    told = f"typical figures; `fourfold doctor --nproc {world}` measures this machine"
-    return Cluster(nodes=1, devices_per_node=world, device=cpu), told
+    origin = f"typical figures; `fourfold doctor --nproc {world}` measures this machine"
+    return Cluster(nodes=1, devices_per_node=world, device=cpu), origin
 
 
-def _told(measured: Cluster) -> str:
-    """Which file, and of what: it may have come here from another machine."""
-    told = f"{CLUSTER_FILE.resolve()}, measured on {measured.measured_on or 'a machine unnamed'}"
+def _origin_of(measured: Cluster) -> str:
+    """Which file, and of which machine: it may have come here from another one."""
+    origin = f"{CLUSTER_FILE.resolve()}, measured on {measured.measured_on or 'an unnamed machine'}"
     here = hardware() if measured.device.is_cpu else None
     if measured.measured_on and here is not None and not measured.measured_on.endswith(here):
-        told += f", while this machine is {here}; `fourfold doctor --force` measures it"
-    return told
+        origin += f", while this machine is {here}; `fourfold doctor --force` measures it"
+    return origin
 
 
 def _filling(cluster: Cluster, world: int) -> str:
-    """A word on ranks that do not fill the nodes described."""
+    """A remark, where the ranks do not fill the nodes described."""
     if cluster.device.is_cpu or world < cluster.devices_per_node:
         return ""
     per_node = cluster.with_world(world).devices_per_node
@@ -140,13 +140,13 @@ def _gpus() -> tuple[Device, int]:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
         if line.startswith("Model:")
     ]
-    told = models[0] if models else "unknown"
-    sizes = re.findall(r"(\d+) ?GB?\b", told)
-    named = [name for name in PRESETS if re.search(rf"\b{name.partition('-')[0]}\b", told)]
+    model = models[0] if models else "unknown"
+    sizes = re.findall(r"(\d+) ?GB?\b", model)
+    named = [name for name in PRESETS if re.search(rf"\b{name.partition('-')[0]}\b", model)]
     fitting = [name for name in named if sizes and name.endswith(f"-{sizes[0]}G")] or named
     if not fitting:
         raise UserError(
-            f"--auto: the GPU {told!r} is not among {', '.join(PRESETS)}; measure it with "
+            f"--auto: the GPU {model!r} is not among {', '.join(PRESETS)}; measure it with "
             "`fourfold doctor`, or describe it with --cluster"
         )
     return PRESETS[fitting[0]], len(models)

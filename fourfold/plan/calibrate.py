@@ -60,9 +60,10 @@ class RunRecord:
         times = [seconds for samples, seconds in self.times if samples == batch]
         if len(times) < FEWEST_STEPS:
             others = sorted({samples for samples, _ in self.times if samples != batch})
-            told = f" (the run's batches: {', '.join(map(str, others))})" if others else ""
+            batches = f" (the run's batches: {', '.join(map(str, others))})" if others else ""
             raise UserError(
-                f"{self.path} has {len(times)} timed steps with a global batch of {batch}{told}; "
+                f"{self.path} has {len(times)} timed steps with a global batch of {batch}"
+                f"{batches}; "
                 f"calibrating needs at least {FEWEST_STEPS} such steps, and the file and -o that "
                 "the run had"
             )

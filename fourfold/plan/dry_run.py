@@ -1,4 +1,4 @@
-"""`fourfold plan --dry-run`: one rank of any layout, built and run by the real code, on nothing.
+"""`fourfold plan --dry-run`: one rank of any layout, built and run by the real code in no memory.
 
 The process group is torch's fake one, of the full size of the world, and the tensors have shapes
 but no memory, so a rank of 175 billion parameters takes seconds on a laptop. One micro-batch goes
@@ -201,9 +201,9 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
         )
     yield from _traffic_lines(ran)
     planned = traffic_of(workload.network, spread, workload.software, place["pp"])
-    told = [f"{axis} {_size(int(size))}" for axis, size in planned.items() if size]
-    if told:
-        yield f"planned to send, an all-reduce counted twice: {', '.join(told)}"
+    listed = [f"{axis} {_size(int(size))}" for axis, size in planned.items() if size]
+    if listed:
+        yield f"planned to send, an all-reduce counted twice: {', '.join(listed)}"
 
 
 def _traffic_lines(ran: DryRun) -> Iterator[str]:
@@ -361,8 +361,8 @@ def timeline_of(schedule: _PipelineSchedule, pp_rank: int) -> Timeline:
 def orders_of(schedule: _PipelineSchedule) -> Orders:
     """What every rank computes, in its order."""
     single = isinstance(schedule, PipelineScheduleSingle)
-    told = schedule._get_pipeline_order() if single else schedule.pipeline_order  # type: ignore[attr-defined]
-    orders = {rank: list(_computing(actions)) for rank, actions in told.items()}
+    actions = schedule._get_pipeline_order() if single else schedule.pipeline_order  # type: ignore[attr-defined]
+    orders = {rank: list(_computing(own)) for rank, own in actions.items()}
     # Torch's table of 1F1B numbers the last stage's forward passes from 1; it runs them from 0.
     return {rank: _renumbered(order) for rank, order in orders.items()} if single else orders
 

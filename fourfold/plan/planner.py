@@ -1,9 +1,8 @@
-"""`plan`: from a configuration and a cluster to ranked layouts.
+"""The planner: from a configuration and a cluster to ranked layouts.
 
 A plan holds one candidate for each way of cutting the ranks (mp, pp, dp, sharding): the fastest of
 its variants that fits. Layouts that fit come first, by step time; then those that only just fit;
-then those that cut layers over several nodes, which nobody trains with where there is another way,
-unless mp is fixed.
+then those that cut layers over several nodes, which is a last resort, unless mp is fixed.
 """
 
 from __future__ import annotations

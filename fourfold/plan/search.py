@@ -1,4 +1,4 @@
-"""Every layout a model and a cluster allow, and what each costs.
+"""The search space of a plan: every layout a model and a cluster allow, and what each costs.
 
 Enumeration uses the arithmetic of the configuration's own checks (config/rules.py), so a layout
 is offered if and only if training accepts it. Only what cannot be best is left out: a schedule

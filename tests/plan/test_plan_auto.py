@@ -260,7 +260,7 @@ def test_what_doctor_wrote_in_the_directory_is_used(tmp_path: Path) -> None:
     save_cluster(cluster, Path("cluster.yaml"), "Measured.")
     found, origin = describe_cluster(2, None, "cpu")
     assert found.device.peak_tflops_fp32 == 0.2
-    assert origin == f"{tmp_path / 'cluster.yaml'}, measured on a machine unnamed"
+    assert origin == f"{tmp_path / 'cluster.yaml'}, measured on an unnamed machine"
     shared, _ = describe_cluster(8, None, "cpu")
     assert shared.world == 8 and shared.device.peak_tflops_fp32 == pytest.approx(0.05)
     config = write_config(tmp_path)

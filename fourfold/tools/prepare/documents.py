@@ -30,8 +30,8 @@ _LINES_AT_ONCE = 4096
 SEPARATORS = ("blank-line", "line", "file")
 _TOO_LONG = "longer than --max-document-mb allows"
 
-# A file that ends in the middle or cannot be decompressed at all. It is no line among others: how
-# much is lost nobody knows.
+# A file that ends in the middle or cannot be decompressed at all. It is not one bad line: there
+# is no telling how much is lost.
 DAMAGED_FILE, UNDECODABLE, TOO_LONG_DOCUMENT = "damaged file", "undecodable", "too long"
 
 
@@ -186,7 +186,7 @@ class ChunkReader:
     def _finish_beyond(self, stream: LineReader, document: _TextDocument) -> None:
         """Read a document that lies across the chunk's end up to its own, then go back.
 
-        One that is bad already needs no end, and what follows is no part of this chunk.
+        One that is already bad needs no end, and what follows is not part of this chunk.
         """
         beyond = bytearray()
         line_start, number = stream.line_start, self.num_lines

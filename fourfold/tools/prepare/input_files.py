@@ -2,7 +2,7 @@
 
 Read are `.txt`, `.jsonl` and `.json`, each also `.gz` or `.zst`, and `.parquet`. Of a directory
 everything of these kinds is input except what is hidden and what Fourfold itself left there:
-manifests of token files and unfinished work. What is left out is said.
+manifests of token files and unfinished work. What is left out is reported.
 
 A `LineReader` gives the lines of a file that may be compressed, from any place on, in bounded
 memory.
@@ -161,7 +161,7 @@ def _reason_for_leaving_out(file: Path) -> str:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Raw text may end in .json too, and be large: most is told by its beginning."""
+    """Raw text may end in .json too, and be large: its beginning says most."""
     if file.suffix != ".json":
         return False
     try:

@@ -140,7 +140,7 @@ class PreparePlan:
         if found != self.content and not overwrite:
             raise UserError(
                 f"{work}: holds unfinished work with {self._difference(found)}; repeat that "
-                "command to go on with it, or give --overwrite to begin again"
+                "command to resume it, or give --overwrite to start over"
             )
         # A worker that outlived its killed parent for a moment can thus do no harm to a new plan.
         shards = work / self.identity[:16]
@@ -289,10 +289,10 @@ class DocumentCounts:
     def _too_many(self) -> str:
         path, line, reason = self.places[0]
         if self._max_bad_lines == 0:
-            return f"{path}:{line}: {reason}; mend or remove the line, or allow --max-bad-lines"
+            return f"{path}:{line}: {reason}; fix or remove the line, or allow --max-bad-lines"
         return (
-            f"{self.summary()}\nmore than --max-bad-lines {self._max_bad_lines} allows; mend the "
-            "input, or raise the limit: the same command then goes on from here"
+            f"{self.summary()}\nmore than --max-bad-lines {self._max_bad_lines} allows; fix the "
+            "input, or raise the limit: the same command then resumes from here"
         )
 
     def summary(self) -> str:
@@ -310,8 +310,8 @@ class DocumentCounts:
 
 def damaged_file(path: Path, bad: BadLine, lost: str = "the rest of it") -> str:
     return (
-        f"{path}:{bad.line}: {bad.reason}, so {lost} would be missing from the result; mend the "
-        "file or copy it again, or give --allow-damaged-files to go on without what is lost"
+        f"{path}:{bad.line}: {bad.reason}, so {lost} would be missing from the result; repair "
+        "the file or copy it again, or give --allow-damaged-files to continue without what is lost"
     )
 
 
@@ -335,7 +335,7 @@ class InputHashes:
     """The SHA-256 of each input, computed in the background while the workers read the same.
 
     Those that are finished are kept in the directory of the shards, whose plan names the size and
-    time of every input: a run that goes on does not hash them again.
+    time of every input: a resumed run does not hash them again.
     """
 
     def __init__(self, files: Sequence[InputFile], directory: Path, threads: int = 1) -> None:

@@ -3,7 +3,7 @@
 `prepare_files` cuts its inputs into shards, has workers tokenize them into a work directory
 (`<prefix>.parts`), and joins the finished shards in order: the result is the same bytes whatever
 the number of workers. A run that was killed leaves its finished shards there, and the same call
-goes on with them. Files under their final names are finished, the manifest being the last.
+resumes with them. Files under their final names are finished, the manifest being the last.
 
 `prepare` does the same, in memory's reach and without workers, for documents from anywhere.
 
@@ -150,7 +150,7 @@ def read_texts(
                 num_bad += 1
                 if num_bad > max_bad_lines:
                     place = f"{file.path}:{bad.line}"
-                    raise DataError(f"{place}: {bad.reason}; mend or remove the line")
+                    raise DataError(f"{place}: {bad.reason}; fix or remove the line")
             line += reader.num_lines
     reader.close()
 
@@ -280,16 +280,16 @@ class _PrepareRun:
     def _read_whole(self) -> set[int]:
         """The compressed files that are shards of their own.
 
-        Only from its beginning can one be decompressed, so of a file that is cut every worker
-        decompresses all. Files that are about an even share of the work, or less, are better left
-        whole. How many workers there are may change when a run goes on: what it began one way, it
-        ends that way.
+        One can only be decompressed from its beginning, so every worker decompresses all of a file
+        that is cut. Files that are about an even share of the work, or less, are better left
+        whole. The number of workers may change when a run is resumed: a file that was
+        begun one way is finished that way.
         """
         total = sum(file.num_bytes for file in self.files)
         most = min(total / self.settings.workers * EVEN_SHARES, MOST_WHOLE_BYTES)
         compressed = [number for number, file in enumerate(self.files) if file.compression]
         if self.settings.workers == 1:
-            most = 0  # nobody to share with, and cut files lose less when a run is killed
+            most = 0  # no one to share with, and cut files lose less when a run is killed
         begun = {path.name for path in self.directory.glob("*-000000.json")}
         return {
             number

@@ -129,8 +129,8 @@ class ShardTokenizer:
             return self._make(shard)
         except OSError as error:
             raise DataError(
-                f"{error.filename or self._directory}: {error.strerror or error}; make room, or "
-                "whatever else it takes, and the same command goes on from here"
+                f"{error.filename or self._directory}: {error.strerror or error}; free some "
+                "space, or fix what else is wrong, and the same command resumes from here"
             ) from error
 
     def _make(self, shard: WorkShard) -> ShardReport:
@@ -410,7 +410,7 @@ class _WorkerPool:
         process.join()
         raise DataError(
             f"a worker ended unexpectedly (exit code {process.exitcode}), perhaps for lack of "
-            "memory; the same command goes on where this one stopped, with fewer --workers if "
+            "memory; the same command resumes where this one stopped, with fewer --workers if "
             "need be"
         )
 

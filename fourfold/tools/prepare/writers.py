@@ -166,14 +166,14 @@ def write_dataset(
 
 @contextmanager
 def writable(prefix: Path) -> Iterator[None]:
-    """A full disk, a directory one may not write to: the user's to mend."""
+    """Reports a full disk, or a directory that cannot be written to, as the user's to fix."""
     try:
         yield
     except BrokenPipeError:
-        raise  # of whoever shows the progress
+        raise  # from the display of the progress
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room there" if full else "mend that"
+        remedy = "free some space there" if full else "fix that"
         raise DataError(
             f"{prefix}: cannot be written ({error.strerror or error}); {remedy} or choose another "
             "prefix"

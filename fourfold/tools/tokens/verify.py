@@ -3,7 +3,7 @@
 `verify` checks one dataset: every file against the sizes and hashes of the manifest, headers,
 offsets and lengths by the readers' own validation, counts against the manifest, and every id
 against the vocabulary. It does not stop at the first problem. What could not be checked, for want
-of a manifest or a vocabulary size, is said too. Files are read in blocks of some megabytes.
+of a manifest or a vocabulary size, is reported too. Files are read in blocks of a few megabytes.
 """
 
 from __future__ import annotations
