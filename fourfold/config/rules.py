@@ -422,10 +422,10 @@ def divisors(number: int, instead_of: int) -> str:
 
 # -- the arithmetic of legal layouts ------------------------------------------------------------
 
-TWO_STAGE_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")
-SPLIT_SCHEDULES = ("InterleavedZeroBubble", *TWO_STAGE_SCHEDULES)
+SPLIT_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
 def divides_model(mp: int, heads: int, ffn: int) -> bool:
@@ -448,7 +448,7 @@ def keeps_its_shards(schedule: str, sharding_stage: int) -> bool:
 
 def stages_per_rank(schedule: str) -> int | None:
     """How many stages a rank holds under `schedule`; None where the user chooses."""
-    if schedule in TWO_STAGE_SCHEDULES:
+    if schedule in V_SCHEDULES:
         return 2
     return 1 if schedule in ONE_STAGE_SCHEDULES else None
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fourfold.config.rules import V_SCHEDULES
 from fourfold.cost.terms import Breakdown, Numbers, Term
 from fourfold.cost.workload import Network, Software, Spread
-from fourfold.parallel.stages import V_SCHEDULES
 
 
 def layers_of_stage(network: Network, spread: Spread, rank: Numbers) -> Numbers:

@@ -1,4 +1,4 @@
-"""The pipeline's stages: which layers are whose, and which stages stand on which rank."""
+"""Pipeline stages: the layers of each, and the stages of each rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from fourfold.config import Config
+from fourfold.config.rules import V_SCHEDULES
 
 Work = tuple[int, int]  # a stage and a micro-batch
-
-# Two stages a rank, the second half of them in the reverse order.
-V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 
 
 def layers_of_stages(num_layers: int, stages: int, given: list[int] | None = None) -> list[range]:
@@ -27,7 +25,7 @@ def layers_of_stages(num_layers: int, stages: int, given: list[int] | None = Non
 
 
 def stages_of_rank(pp_rank: int, pp: int, schedule: str, per_rank: int) -> list[int]:
-    """Round and round, or there and back again for the schedules in the shape of a V."""
+    """The stages of a rank: round-robin, or V-shaped, where the second half runs backwards."""
     if schedule in V_SCHEDULES:
         return [pp_rank, 2 * pp - 1 - pp_rank]
     return [pp_rank + turn * pp for turn in range(per_rank)]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fourfold.config.rules import V_SCHEDULES
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.terms import Breakdown, Numbers, Term
 from fourfold.cost.workload import Network, Software, Spread
-from fourfold.parallel.stages import V_SCHEDULES
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
 from fourfold.plan.machine import (
     Coefficients,
