@@ -123,11 +123,12 @@ def _fixed(config: Config, tree: Tree) -> dict[str, Any]:
     fixed = {
         name: value
         for path, (name, off) in DEGREES.items()
-        if (value := _value(config, path)) is not None and (_overridden(tree, path) or value != off)
+        if (value := config.setting(path).value) is not None
+        and (_overridden(tree, path) or value != off)
     }
     for path, name in DETAILS.items():
-        if _overridden(tree, path) and _value(config, path) is not None:
-            fixed[name] = _value(config, path)
+        if _overridden(tree, path) and config.setting(path).value is not None:
+            fixed[name] = config.setting(path).value
     if any(_overridden(tree, path) for path in RECOMPUTE):
         model = config.Model
         fixed["recompute"] = (
@@ -147,10 +148,3 @@ def _overridden(tree: Tree, path: str) -> bool:
     """Whether an override gave it; files are in layer 0 and below."""
     entry = find(tree, path)
     return entry is not None and entry.value is not None and entry.layer > 0
-
-
-def _value(config: Config, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

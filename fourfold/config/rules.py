@@ -24,33 +24,17 @@ def check(config: Config, findings: ConfigFindings) -> None:
 
 def _check_model(config: Config, findings: ConfigFindings) -> None:
     model = config.Model
-    if model.hidden_size % model.num_attention_heads:
-        findings.problem(
-            [
-                Setting("Model.num_attention_heads", model.num_attention_heads),
-                " does not divide ",
-                Setting("Model.hidden_size", model.hidden_size),
-                f"; choose {divisors(model.hidden_size, model.num_attention_heads)}",
-            ]
-        )
+    heads, width = config.setting("Model.num_attention_heads"), config.setting("Model.hidden_size")
+    if width.value % heads.value:
+        choice = divisors(width.value, heads.value)
+        findings.problem([heads, " does not divide ", width, f"; choose {choice}"])
     ratio = model.ffn_hidden_size / model.hidden_size
     if ratio >= 8:
-        findings.notice(
-            f"Model.ffn_hidden_size={model.ffn_hidden_size} is {ratio:g} times "
-            f"Model.hidden_size={model.hidden_size}; leave it empty for 4 times",
-            "Model.ffn_hidden_size",
-            "Model.hidden_size",
-        )
-    eos = config.Data.dataset.eos_token_id
-    if eos is not None and eos >= model.vocab_size:
-        findings.problem(
-            [
-                Setting("Data.dataset.eos_token_id", eos),
-                " is outside ",
-                Setting("Model.vocab_size", model.vocab_size),
-                f"; choose an id below {model.vocab_size}",
-            ]
-        )
+        ffn = config.setting("Model.ffn_hidden_size")
+        findings.notice([ffn, f" is {ratio:g} times ", width, "; leave it empty for 4 times"])
+    eos, size = config.setting("Data.dataset.eos_token_id"), config.setting("Model.vocab_size")
+    if eos.value is not None and eos.value >= size.value:
+        findings.problem([eos, " is outside ", size, f"; choose an id below {size.value}"])
 
 
 def _check_data(config: Config, findings: ConfigFindings) -> None:
@@ -86,28 +70,17 @@ def _check_data(config: Config, findings: ConfigFindings) -> None:
 
 
 def _check_lengths(config: Config, findings: ConfigFindings) -> None:
-    positions = config.Model.max_position_embeddings
-    for path, length in (
-        ("Data.dataset.max_seq_len", config.Data.dataset.max_seq_len),
-        ("Eval.max_seq_len", config.Eval.max_seq_len),
-    ):
-        if length > positions and (path.startswith("Data") or findings.given(path)):
-            findings.problem(
-                [
-                    Setting(path, length),
-                    " is longer than ",
-                    Setting("Model.max_position_embeddings", positions),
-                    f"; choose at most {positions}, or raise max_position_embeddings",
-                ]
-            )
-    if config.Eval.overlapping_eval > config.Eval.max_seq_len:
+    positions = config.setting("Model.max_position_embeddings")
+    for path in ("Data.dataset.max_seq_len", "Eval.max_seq_len"):
+        length = config.setting(path)
+        if length.value > positions.value and (path.startswith("Data") or findings.given(path)):
+            choice = f"; choose at most {positions.value}, or raise max_position_embeddings"
+            findings.problem([length, " is longer than ", positions, choice])
+    step, window = config.setting("Eval.overlapping_eval"), config.setting("Eval.max_seq_len")
+    if step.value > window.value:
+        choice = f"; choose at most {window.value}"
         findings.problem(
-            [
-                Setting("Eval.overlapping_eval", config.Eval.overlapping_eval),
-                " would skip tokens between windows of ",
-                Setting("Eval.max_seq_len", config.Eval.max_seq_len),
-                f"; choose at most {config.Eval.max_seq_len}",
-            ],
+            [step, " would skip tokens between windows of ", window, choice],
             "Eval.overlapping_eval",
             "Eval.max_seq_len",
             "Data.dataset.max_seq_len",
@@ -149,22 +122,16 @@ def _check_learning_rate(config: Config, findings: ConfigFindings) -> None:
 
 def _check_generation(config: Config, findings: ConfigFindings) -> None:
     generation = config.Generation
-    if generation.min_dec_len > generation.max_dec_len:
-        findings.problem(
-            [
-                Setting("Generation.min_dec_len", generation.min_dec_len),
-                " is above ",
-                Setting("Generation.max_dec_len", generation.max_dec_len),
-                "; lower one or raise the other",
-            ]
-        )
+    least, most = config.setting("Generation.min_dec_len"), config.setting("Generation.max_dec_len")
+    if least.value > most.value:
+        findings.problem([least, " is above ", most, "; lower one or raise the other"])
     if generation.decode_strategy != "beam_search":
         return
     fewest = max(1, generation.num_return_sequences)
     if generation.num_beams < fewest:
         findings.problem(
             [
-                Setting("Generation.num_beams", generation.num_beams),
+                config.setting("Generation.num_beams"),
                 " is too few for decode_strategy=beam_search with "
                 f"num_return_sequences={generation.num_return_sequences}; choose at least {fewest}",
             ],
@@ -197,51 +164,34 @@ def check_layout(config: Config, findings: ConfigFindings) -> None:
 
 def _check_tensor_parallel(config: Config, findings: ConfigFindings) -> None:
     model, mp = config.Model, config.Distributed.mp_degree
-    if model.num_attention_heads % mp:
-        findings.problem(
-            [
-                Setting("Distributed.mp_degree", mp),
-                " does not divide ",
-                Setting("Model.num_attention_heads", model.num_attention_heads),
-                f"; choose {divisors(model.num_attention_heads, mp)}",
-            ]
-        )
+    degree = config.setting("Distributed.mp_degree")
+    heads = config.setting("Model.num_attention_heads")
+    if heads.value % mp:
+        choice = divisors(heads.value, mp)
+        findings.problem([degree, " does not divide ", heads, f"; choose {choice}"])
     if model.vocab_size % mp:
         padded = -(-model.vocab_size // (128 * mp)) * 128 * mp
-        findings.notice(
-            f"Distributed.mp_degree={mp} does not divide Model.vocab_size={model.vocab_size}; some "
-            f"ranks hold one row more. A vocabulary padded to {padded} would be faster",
-            "Distributed.mp_degree",
-            "Model.vocab_size",
-        )
+        advice = f"some ranks hold one row more. A vocabulary padded to {padded} would be faster"
+        size = config.setting("Model.vocab_size")
+        findings.notice([degree, " does not divide ", size, f"; {advice}"])
     if model.ffn_hidden_size % mp and findings.given("Model.ffn_hidden_size"):
+        ffn = config.setting("Model.ffn_hidden_size")
+        choice = f"; choose a multiple of {mp}"
+        findings.problem([degree, " does not divide ", ffn, choice], ffn.path)
+    length = config.setting("Data.dataset.max_seq_len")
+    if model.sequence_parallel and length.value % mp:
+        switch = Setting("Model.sequence_parallel")
+        choice = f"; choose {-(-length.value // mp) * mp} or turn it off"
         findings.problem(
-            [
-                Setting("Distributed.mp_degree", mp),
-                " does not divide ",
-                Setting("Model.ffn_hidden_size", model.ffn_hidden_size),
-                f"; choose a multiple of {mp}",
-            ],
-            "Model.ffn_hidden_size",
-        )
-    length = config.Data.dataset.max_seq_len
-    if model.sequence_parallel and length % mp:
-        findings.problem(
-            [
-                Setting("Model.sequence_parallel"),
-                " needs ",
-                Setting("Data.dataset.max_seq_len", length),
-                " to be a multiple of ",
-                Setting("Distributed.mp_degree", mp),
-                f"; choose {-(-length // mp) * mp} or turn it off",
-            ],
-            "Data.dataset.max_seq_len",
-            "Distributed.mp_degree",
+            [switch, " needs ", length, " to be a multiple of ", degree, choice],
+            length.path,
+            degree.path,
         )
 
 
 def _check_pipeline(config: Config, findings: ConfigFindings) -> None:
-    layout, layers = config.Distributed, config.Model.num_layers
+    layout, count = config.Distributed, config.setting("Model.num_layers")
+    layers: int = count.value
     pp, per_rank, schedule = layout.pp_degree, layout.virtual_pp_degree, layout.pp_schedule
     names = ("Distributed.pp_degree", "Distributed.virtual_pp_degree", "Model.num_layers")
     if pp == 1:
@@ -255,32 +205,15 @@ def _check_pipeline(config: Config, findings: ConfigFindings) -> None:
         layout.pp_layers = None
         return
     stages = pp * per_rank
-    product: list[str | Setting] = [
-        Setting("Distributed.pp_degree", pp),
-        f" * virtual_pp_degree={per_rank} = {stages}",
-    ]
+    degree, product = config.setting(names[0]), f" * virtual_pp_degree={per_rank} = {stages} stages"
     if not stages_fit(layers, pp, per_rank):
-        findings.problem(
-            [
-                *product,
-                " stages are more than ",
-                Setting("Model.num_layers", layers),
-                f"; choose at most {layers} stages",
-            ],
-            *names,
-        )
+        choice = f"; choose at most {layers} stages"
+        findings.problem([degree, f"{product} are more than ", count, choice], *names)
     elif layout.pp_layers is not None:
         _check_layer_counts(layout.pp_layers, stages, layers, findings)
     elif layers % stages:
-        findings.notice(
-            [
-                *product,
-                " stages do not divide ",
-                Setting("Model.num_layers", layers),
-                "; the stages in the middle hold one layer more and the others wait for them",
-            ],
-            *names,
-        )
+        effect = "; the stages in the middle hold one layer more and the others wait for them"
+        findings.notice([degree, f"{product} do not divide ", count, effect], *names)
     _check_schedule(config, findings)
 
 

@@ -27,6 +27,7 @@ from fourfold.config.fields import (
     section,
 )
 from fourfold.config.recipe import Rounding, parse_recipe, parse_split
+from fourfold.errors import Setting
 
 # -- the run: Global, Engine, Data --------------------------------------------------------------
 
@@ -601,6 +602,13 @@ class Config(Section):
         sizes = self.Data.batch_size
         ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)
         return BatchSchedule(sizes.global_batch_size, ramp)
+
+    def setting(self, path: str) -> Setting:
+        """The key at "Distributed.mp_degree" and its value, to look at and to name in a message."""
+        value: Any = self
+        for name in path.split("."):
+            value = getattr(value, name)
+        return Setting(path, value)
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump()
