@@ -1,7 +1,7 @@
-"""Atomic writes: at any moment a file is the old one or the new one, and never a part of either.
+"""Atomic writes: at any moment a file is the old one or the new one, never a part of either.
 
-What is written goes to another name in the same directory, reaches the disk (fsync) and then takes
-the name it is meant for, in one rename.
+The content is written under another name in the same directory, flushed to disk (fsync) and moved
+into place by one atomic rename.
 
     with replacing(path) as aside:
         figure.savefig(aside)
@@ -20,9 +20,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, aside: Path | None = None) -> Iterator[Path]:
-    """A name to write to, which becomes `path` where the block ends well and is gone otherwise.
+    """A temporary name to write to: renamed to `path` if the block succeeds, else removed.
 
-    `aside` is that name, where what a crash leaves behind must be told apart by whoever tidies up.
+    `aside` sets that name, for callers whose clean-up must recognise what a crash left behind.
     """
     if aside is None:
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -44,12 +44,12 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what was written to a file is on the disk."""
+    """Flush a file to disk (fsync)."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_directory(directory: Path) -> None:
-    """The same of the names in a directory: a new name is safe only once that is done."""
+    """Flush the entries of a directory: a new name survives a crash only after that."""
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
         _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
 

@@ -1,4 +1,4 @@
-"""Charts: what the pictures of all commands share. Each command itself says what is drawn.
+"""Charts: the style that the figures of all commands share. Each command decides what it plots.
 
 A figure is made without a display (matplotlib's Agg canvas), drawn in one style, and written
 atomically. matplotlib is imported only when something is drawn.
@@ -28,7 +28,7 @@ TEXT, FAINT = "#333333", "#e4e4e4"
 
 
 def new_figure(width: float, height: float, dpi: int = 150, heading_share: float = 0.0) -> Figure:
-    """A white figure of so many inches; the top `heading_share` of it is left to a heading."""
+    """A white figure, sizes in inches; its top `heading_share` is left for a heading."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -40,14 +40,14 @@ def new_figure(width: float, height: float, dpi: int = 150, heading_share: float
 
 
 def write_heading(figure: Figure, heading: str, summary: str) -> None:
-    """The name of what is drawn on the left, its figures on the right."""
+    """A title on the left, its key figures on the right."""
     style: dict[str, Any] = {"va": "top", "color": TEXT, "parse_math": False}
     figure.text(0.01, 0.975, heading, fontsize=13, weight="bold", **style)
     figure.text(0.99, 0.97, summary, fontsize=10, ha="right", **style)
 
 
 def style_axes(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Two faint axes and a faint grid behind what is drawn."""
+    """Two faint axes and a faint grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=TEXT, length=3)

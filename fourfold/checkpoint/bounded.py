@@ -1,7 +1,7 @@
 """The small files of a checkpoint: JSON within limits, and digests of bytes.
 
-What is read here was written by someone else: how large it is, how deep it is nested and whether it
-has the expected fields is known before anything is made of it.
+These files are untrusted input: size, nesting depth and fields are checked before anything is made
+of them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def encode_json(value: Any, max_bytes: int, what: str) -> bytes:
-    """JSON that `decode_json` gives back unchanged; anything else is the caller's mistake."""
+    """JSON that `decode_json` returns unchanged; anything else is the caller's mistake."""
     data = json.dumps(value, indent=1, allow_nan=False).encode()
     check_size(data, max_bytes, what)
     check_nesting(data, Path(what))
@@ -134,7 +134,7 @@ def check_nesting(data: bytes, path: Path) -> None:
 
 
 def read_bounded(path: Path, max_bytes: int, beginning: bool = False) -> bytes:
-    """A regular file's bytes, of which there may be at most `max_bytes`, or the first of them."""
+    """The bytes of a regular file, at most `max_bytes` of them, or only the first ones."""
     try:
         # A pipe or device under this name would block or never end.
         if not path.is_file():
@@ -149,7 +149,7 @@ def read_bounded(path: Path, max_bytes: int, beginning: bool = False) -> bytes:
 
 
 def write_synced(path: Path, data: bytes) -> FileRecord:
-    """Write a small file and push it to the disk; its size and digest."""
+    """Write a small file and flush it to disk; returns its size and digest."""
     with path.open("wb") as stream:
         stream.write(data)
         stream.flush()

@@ -76,7 +76,7 @@ def _serial(directory: Path) -> int | None:
 
 
 def named(ckpt_dir: str, output_dir: Path) -> Path:
-    """The place `Engine.save_load.ckpt_dir` means; the bare word latest is the run's own."""
+    """The path that `Engine.save_load.ckpt_dir` means; a bare `latest` is the run's own."""
     return output_dir if ckpt_dir == LATEST else Path(ckpt_dir)
 
 
@@ -150,7 +150,7 @@ def _host() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process was started, in the kernel's own ticks; "0" where that cannot be told."""
+    """When a process was started, in kernel ticks; "0" where that is unknown."""
     try:
         # The name in parentheses may hold anything; what follows it are numbers.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -160,13 +160,13 @@ def _start_of(pid: int) -> str:
 
 
 def meeting_name(output_dir: Path, step: int, session: str) -> Path:
-    """Where the ranks of a session bring together the parts of a step."""
+    """The directory in which the ranks of a session assemble a step."""
     digest = hashlib.sha256(session.encode()).hexdigest()[:16]
     return output_dir / f".step_{step}.tmp-crew-{digest}"
 
 
 def commit(temporary: Path, target: Path) -> None:
-    """Give a complete, synced directory its name; what had it becomes `.old`, for `tidy`."""
+    """Rename a complete, synced directory into place; the old one becomes `.old`, for `tidy`."""
     previous = target.with_name(f"{target.name}.old")
     replaces = target.exists()
     if replaces:
@@ -181,7 +181,7 @@ def commit(temporary: Path, target: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint: first its name, for good, then its files."""
+    """Remove a checkpoint: first its name, then its files."""
     trash = private_name(directory.parent, directory.name.removesuffix(".old"), "trash")
     directory.rename(trash)
     sync_directory(directory.parent)
@@ -223,7 +223,7 @@ def tidy(output_dir: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what is there, as far as the file system lets us; `tidy` tries again."""
+    """Remove it as far as the file system allows; `tidy` tries again."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -232,7 +232,7 @@ def remove(path: Path) -> None:
 
 
 def _is_being_written(path: Path, writer: str) -> bool:
-    """Whether its writer may still be at it. Our own is of a save that failed."""
+    """Whether its writer may still be running. One of our own is left from a failed save."""
     if writer in ("crew", _writer()):
         return False
     found = re.fullmatch(r"([0-9a-f]+)\.([0-9a-f]{1,8})\.([0-9a-f]+)", writer)

@@ -1,8 +1,8 @@
-"""The file system under an output directory: what its errors mean, its room, whether it is shared.
+"""The file system of an output directory: its errors, its free space, whether it is shared.
 
 A checkpoint is saved for the day something breaks, and what breaks first is often the disk. What
-can be known of it before the first save is asked here, and what it answers to a save is turned into
-words that say what to do.
+can be checked before the first save is checked here, and the errors of a save are turned into
+messages that say what to do.
 """
 
 from __future__ import annotations
@@ -35,26 +35,25 @@ FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 def advice(error: Exception, place: Path) -> str:
-    """What to do about an error of the file system that holds `place`, as a sentence goes on."""
+    """What to do about an error of the file system that holds `place`, as the end of a sentence."""
     number = error.errno if isinstance(error, OSError) else None
     if number in FULL:
         return f"make room ({_said_free(place)}) or choose another output directory"
     if number == errno.EROFS:
         return (
-            "the file system is mounted read-only, which Linux also does after an error of the "
-            "disk: look into the kernel's log (dmesg), then mount it for writing or choose another "
-            "output directory"
+            "the file system is mounted read-only, which Linux also does after a disk error: check "
+            "the kernel log (dmesg), then remount it read-write or choose another output directory"
         )
     if number in FAILED:
         return (
-            "the disk or the file server has failed: look at the mount and into the kernel's log "
-            "(dmesg), or choose another output directory"
+            "the disk or the file server has failed: check the mount and the kernel log (dmesg), "
+            "or choose another output directory"
         )
     if number in FORBIDDEN:
         return "allow the user of this process to write there, or choose another output directory"
     if number == errno.EFBIG:
         return "allow larger files (ulimit -f), or choose an output directory on another disk"
-    return "look at the file system, or choose another output directory"
+    return "check the file system, or choose another output directory"
 
 
 def explained(error: Exception, place: Path) -> str:
@@ -66,7 +65,7 @@ def explained(error: Exception, place: Path) -> str:
 
 
 def free_bytes(place: Path) -> int:
-    """What is free where `place` is or will be; raises `OSError`."""
+    """Free bytes where `place` is or will be; raises `OSError`."""
     place = place.absolute()
     while True:
         try:

@@ -12,7 +12,7 @@ are alike, so a model of 1156 tensors on 1024 ranks has some thirty cuts, and no
 `files`, which counts the entries of the first table. A grid covers its tensor exactly once because
 it is one. Pieces that make no grid are listed, with offsets and shape each, under `boxes`.
 
-The second half is how rank 0 makes one index of what each rank tells of its part.
+The second half is how rank 0 makes one index of what each rank reports about its part.
 A rank has many pieces of few *kinds*: shape and dtype of the tensor, offsets and shape of the
 piece. Its record lists its files and kinds, and refers by a digest to a table, name -> kind and
 file, which is the same on all ranks that hold the same tensors. Rank 0 reads each table once. Its
@@ -63,7 +63,7 @@ def index_name(group: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How a tensor lies in files; shared by all tensors that lie alike, and compared as such."""
+    """How a tensor is split over files; shared by all tensors that are split alike."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -101,7 +101,7 @@ class Cut:
         return zip(boxes, self.files, strict=True)
 
     def overlapping(self, wanted: Box) -> Iterator[tuple[Box, str]]:
-        """The pieces that have something of `wanted`; of a grid no others are looked at."""
+        """The pieces that overlap `wanted`; in a grid no others are looked at."""
         if self.grid is None:
             yield from (cell for cell in self.cells() if cell[0].overlap(wanted) is not None)
             return
@@ -248,7 +248,7 @@ def _cut_line(cut: Cut, numbers: Mapping[str, int]) -> str:
 
 
 def check_room(files: Mapping[str, FileRecord], tensors: Mapping[str, Cut], path: Path) -> None:
-    """Raise if a file is listed as smaller than what is said to be in it."""
+    """Raise if a file is listed as smaller than its listed contents."""
     alike: dict[Cut, int] = {}
     for cut in tensors.values():
         alike[cut] = alike.get(cut, 0) + 1

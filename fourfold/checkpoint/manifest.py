@@ -1,13 +1,13 @@
-"""What a checkpoint says it holds: `manifest.json`, `index-GROUP.json`, and how they are read.
+"""The manifest of a checkpoint: `manifest.json` and `index-GROUP.json`, and how they are read.
 
 `manifest.json` is small whatever the number of ranks: step, serial, and size and digest of
 `state.json` and of every index. Which checkpoints an output directory has, and what state one of
-them holds, is known from it alone. An index (see `index`) tells where the tensors of one group are,
+them holds, is known from it alone. An index (see `index`) says where the tensors of one group are,
 `model` or `optim`; whoever wants the weights alone reads no other.
 
 The digest of an index and the checksum of the manifest are of their raw bytes, so any changed byte
-is noticed. All of it is foreign all the same: size, nesting, schema and that the pieces make up
-each tensor exactly once are checked before anything is believed.
+is noticed. All of it is untrusted input all the same: size, nesting, schema and that the pieces
+make up each tensor exactly once are checked before anything is used.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _version_of(data: bytes, path: Path) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, or as much of it as was asked for."""
+    """What a checkpoint holds, or the part of it that was requested."""
 
     version: int
     step: int
@@ -218,7 +218,7 @@ def _read_root(directory: Path) -> Root | None:
 
 
 class ManifestHead(NamedTuple):
-    """The little that lists checkpoints and orders them."""
+    """The few fields by which checkpoints are listed and ordered."""
 
     version: int
     step: int

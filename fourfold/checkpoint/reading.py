@@ -1,6 +1,6 @@
-"""Loading: believe nothing before its hash is right, and fall back to the checkpoint before.
+"""Loading: every file is verified before it is used, with a fallback to the checkpoint before.
 
-Ranks that load together take every turn together: what one of them cannot read, none uses.
+Ranks that load together decide together: what one of them cannot read, none uses.
 `merge` writes the same checkpoint with every tensor whole, for tools that know nothing of shards.
 """
 
@@ -115,9 +115,9 @@ def resume(
 ) -> Found:
     """Load the first good one of `candidates(where)`; return which, and its state.
 
-    Each damaged one is named to `on_notice` and passed over. A sound checkpoint of another model
-    is an error at once: an older one would only hide that the wrong run is being resumed. Of many
-    ranks the first looks what there is, and all try the same ones.
+    Each damaged one is reported to `on_notice` and skipped. A sound checkpoint of another model is
+    an error at once: an older one would only hide that the wrong run is being resumed. With several
+    ranks, rank 0 lists the candidates and all try the same ones.
     """
     reasons: dict[Path, str] = {}
 

@@ -12,9 +12,9 @@ Nobody waits in a collective, whose time is limited: the wait lasts as long as s
 the directory. What is waited for is opened or listed and not only looked for, because a network
 file system answers questions about a single name from its memory for up to a minute.
 
-`RankGroup` is a transport-free description of the ranks. A save begins with a word from every one,
-so that what keeps rank 0 from beginning is known to all at once; from then on it needs no talk,
-which also works from a thread. Loading is done in turns that all ranks take together.
+`RankGroup` is a transport-free description of the ranks. A save begins with a collective, so that
+all ranks learn at once what keeps rank 0 from starting; after that it needs no communication, and
+so works from a thread. Loading is a sequence of collective steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SaveRendezvous:
         self.directory.mkdir()
 
     def join(self) -> None:
-        """Wait until the directory that rank 0 has opened is to be seen here."""
+        """Wait until the directory that rank 0 has opened is visible here."""
         own = self._record_name(self.ranks.rank)
 
         # Our record in it is of an earlier save of this step that rank 0 is still busy with.
@@ -99,7 +99,7 @@ class SaveRendezvous:
             )
 
     def close(self, own: Part | None, problem: str = "") -> dict[str, Index]:
-        """Wait for the other ranks; what all have written, if together it makes a whole.
+        """Wait for the other ranks; returns what they have written, if together it is complete.
 
         The directory then has a private name and no records in it. That some rank failed is
         raised when all are done, so that the others need not notice.
@@ -154,8 +154,8 @@ class SaveRendezvous:
     def _look_around(self) -> object:
         """Rank 0's look at what the others are writing: different whenever something grew.
 
-        It marks the directory then, by which the others know that rank 0 is there; and a network
-        file system that is told to change a directory asks its server how it stands.
+        It then marks the directory, which tells the others that rank 0 is alive; and changing a
+        directory makes a network file system refresh it from its server.
         """
         seen = []
         with suppress(OSError):

@@ -92,8 +92,8 @@ def in_threads(
 ) -> list[Result]:
     """`work(item, progress)` of every item, on a few threads; the first error ends them all.
 
-    The work calls `progress` every few megabytes, and this thread then beats. The threads keep no
-    process from ending.
+    The work calls `progress` every few megabytes, and this thread then beats. The threads do not
+    keep the process alive.
     """
     waiting = list(enumerate(items))[::-1]
     results: dict[int, Result] = {}
@@ -147,7 +147,7 @@ def in_threads(
 def write_shards(
     directory: Path, pieces: Mapping[str, Shard], label: str = "", beat: Beat = silent
 ) -> Part:
-    """Write every piece into `directory`, synced; what there is to tell about it.
+    """Write every piece into `directory`, synced; returns what to record about it.
 
     `label` goes into the names of the files. A rank's empty share of a tensor is not written.
     """

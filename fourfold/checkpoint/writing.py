@@ -1,4 +1,4 @@
-"""Saving: write aside, sync, commit by rename, point `latest` at it, drop the oldest."""
+"""Saving: write aside, sync, commit by atomic rename, point `latest` at it, drop the oldest."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def save(
     keep_last: int = 3,
     ranks: RankGroup = ALONE,
 ) -> Path:
-    """Commit `output_dir/step_N` and return it; of all, the `keep_last` newest stay (0: all).
+    """Commit `output_dir/step_N` and return it; the `keep_last` newest are kept (0: all).
 
-    Every rank of the ranks calls it with the shards it is to write; together they make up each
-    tensor exactly once, and the state is the same everywhere. Rank 0 returns when the checkpoint
-    is committed, the others when all parts are complete.
+    Every rank calls it with the shards it is to write; together they make up each tensor exactly
+    once, and the state is the same everywhere. Rank 0 returns when the checkpoint is committed, the
+    others when all parts are complete.
 
     A save that fails raises `CheckpointError` on rank 0 and on the rank that failed, one that
     cannot even begin on all of them, and leaves the directory as it was. Tied tensors are given
@@ -87,7 +87,7 @@ def begin_save(
 
 
 class PendingSave:
-    """A save that goes on in the background. A process that ends without `wait` abandons it."""
+    """A save running in the background. A process that ends without `wait` abandons it."""
 
     def __init__(self, work: Callable[[], Path], moved: threading.Event) -> None:
         self._moved = moved
@@ -235,7 +235,7 @@ class _Save:
                 path.unlink(missing_ok=True)
 
     def _part(self, directory: Path) -> tuple[Part | None, str]:
-        """Write this rank's pieces; what there is to tell about it, or why there is nothing."""
+        """Write this rank's pieces; returns what to record about them, or why there is nothing."""
         try:
             return self._write_shards(directory), ""
         except (OSError, CheckpointError) as error:

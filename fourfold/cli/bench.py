@@ -68,7 +68,7 @@ def _refuse_own_settings(overrides: list[str]) -> None:
 
 
 def _settings(iterations: int, directory: Path) -> dict[str, Any]:
-    """What makes a run a measurement; over the file's own."""
+    """Overrides that turn a run into a measurement."""
     return {
         "Engine.max_steps": iterations,
         "Engine.train_samples": None,

@@ -68,7 +68,7 @@ def merge(
         typer.Option(help='Only tensors whose names start with this; "model." for the weights.'),
     ] = "",
 ) -> None:
-    """Write a checkpoint again with every tensor whole, whatever layout had cut it."""
+    """Rewrite a checkpoint with every tensor whole, whatever layout saved it."""
     from fourfold import checkpoint
     from fourfold.checkpoint.directory import named_by_user
     from fourfold.checkpoint.manifest import read_manifest

@@ -19,7 +19,7 @@ app = typer.Typer(help="Look at a configuration without running it.", no_args_is
 def show(
     config: ConfigFile,
     override: Overrides = None,
-    comments: Annotated[bool, typer.Option(help="Say what each key means.")] = True,
+    comments: Annotated[bool, typer.Option(help="Describe each key.")] = True,
 ) -> None:
     """Print the resolved configuration: every key, defaults and derived values filled in."""
     from fourfold.config import load_config
@@ -45,7 +45,7 @@ def check(config: ConfigFile, override: Overrides = None) -> None:
 def schema(
     config: Annotated[
         Path | None,
-        typer.Option("-c", "--config", help="Give this file's resolved values as the defaults."),
+        typer.Option("-c", "--config", help="Use this file's resolved values as the defaults."),
     ] = None,
     override: Overrides = None,
 ) -> None:

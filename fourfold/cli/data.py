@@ -32,8 +32,8 @@ Inputs = Annotated[
         "--input",
         "-i",
         metavar="PATH",
-        help="File, directory (recursive), glob, or - for standard input; may be given many "
-        "times. Read are .txt, .jsonl, .json (these also .gz or .zst) and .parquet.",
+        help="File, directory (recursive), glob, or - for standard input; may be repeated. Reads "
+        ".txt, .jsonl, .json (these also .gz or .zst) and .parquet.",
     ),
 ]
 MoreInputs = Annotated[
@@ -176,7 +176,7 @@ def _most_bad_lines(given: int | None, strict: bool) -> int:
 
 
 def _in_order(inputs: list[str], more_inputs: list[str] | None) -> list[str]:
-    """`--input A --input B` or `--input A B`; a mixture does not tell the order."""
+    """`--input A --input B` or `--input A B`; a mixture of both loses the order."""
     if more_inputs and len(inputs) > 1:
         raise UserError(
             f"{more_inputs[0]}: with several --input, give each path its own --input; only then "
@@ -321,7 +321,7 @@ def split(
     output_prefix: OutputPrefix,
     rounding: Annotated[
         Rounding,
-        typer.Option(help="Where parts meet, as Data.dataset.split_rounding says it."),
+        typer.Option(help="How split points are rounded; see Data.dataset.split_rounding."),
     ] = "megatron_core",
     overwrite: Overwrite = False,
 ) -> None:

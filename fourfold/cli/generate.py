@@ -29,7 +29,7 @@ def generate(
     override: Overrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="The text to continue; may be given many times."),
+        typer.Option(help="The text to continue; may be repeated."),
     ] = None,
     prompt_file: Annotated[
         Path | None,
@@ -111,7 +111,7 @@ def say(text: str) -> None:
 
 
 def shown(text: str) -> str:
-    """On a terminal no text of a prompt or a model may do anything but be read."""
+    """`text` without control characters if it goes to a terminal: it may come from anywhere."""
     # A rank that is not the first has no standard output.
     if sys.stdout is None or not sys.stdout.isatty():
         return text

@@ -19,7 +19,7 @@ Overrides = Annotated[
         "-o",
         "--override",
         metavar="A.B.C=VALUE",
-        help="Set one key over the file's value; may be given many times.",
+        help="Override one key of the file; may be repeated.",
     ),
 ]
 

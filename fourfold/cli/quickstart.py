@@ -1,4 +1,5 @@
-"""`fourfold quickstart`: from nothing to text a model of one's own wrote, on a CPU, in minutes."""
+"""`fourfold quickstart`: from nothing to text written by a model of your own, on a CPU, in
+minutes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def quickstart(
         ),
     ] = CONFIG,
 ) -> None:
-    """Train a small GPT on the text every Python installation carries, and let it write."""
+    """Train a small GPT on the text that ships with Python, and let it write."""
     from fourfold.config import load_config
     from fourfold.engine import build_engine
     from fourfold.generate.module import GenerationModule
@@ -43,7 +44,7 @@ def quickstart(
     engine = build_engine(resolved)
     engine.fit()
     if engine.step < resolved.Engine.max_steps:
-        print("Stopped before the end; the same command goes on from here.")
+        print("Stopped before the end; the same command continues from here.")
         return
     module = GenerationModule(resolved)
     for prompt in PROMPTS:

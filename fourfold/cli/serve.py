@@ -17,15 +17,15 @@ def serve(
     config: ConfigFile,
     override: Overrides = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; any but this machine's own needs a token.")
+        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is any that is free.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the token clients must send; else FOURFOLD_TOKEN of the environment."
+            help="File with the token clients must send [environment variable FOURFOLD_TOKEN]."
         ),
     ] = None,
     slots: Annotated[
@@ -41,7 +41,7 @@ def serve(
         float, typer.Option(min=1, help="Total seconds a request may take.")
     ] = 300.0,
     access_log: Annotated[
-        bool, typer.Option(help="Write a line for each request to standard error, without texts.")
+        bool, typer.Option(help="Log each request to standard error, without its texts.")
     ] = True,
 ) -> None:
     """Serve a trained model over HTTP: OpenAI's API and a page to play with."""

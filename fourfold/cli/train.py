@@ -146,7 +146,7 @@ class TrainRun:
 
 
 def _join_others() -> int:
-    """Take this process's place among those a launcher started; how many there are."""
+    """Join the processes that a launcher started; returns how many there are."""
     from fourfold.launch.launchers import join_launcher
 
     launcher = join_launcher(os.environ)
@@ -229,8 +229,8 @@ def _refuse_what_would_be_ignored(
     if nproc is None and (max_restarts is not None or hang_seconds is not None):
         given = "--max-restarts" if max_restarts is not None else "--hang-seconds"
         raise UserError(
-            f"{given} is about processes that are started here; say how many with --nproc (1 will "
-            "do), or use the option of the launcher that starts them"
+            f"{given} is for processes started here; give their number with --nproc (1 will do), "
+            "or use the option of the launcher that starts them"
         )
     several = {"--nnodes": nnodes, "--node-rank": node_rank, "--master": master, "--nproc": nproc}
     missing = [name for name, value in several.items() if value is None]
@@ -241,8 +241,8 @@ def _refuse_what_would_be_ignored(
         )
     if nnodes is not None and hang_seconds is not None:
         raise UserError(
-            "--hang-seconds works on one machine only; over several, a hang ends by the timeout "
-            "of the collective that waits"
+            "--hang-seconds works on one machine only; across several, a hang ends when the "
+            "waiting collective times out"
         )
     if hang_seconds is not None and not hang_seconds > 0:
         raise UserError(f"--hang-seconds {hang_seconds:g} must be greater than 0")

@@ -1,4 +1,4 @@
-"""The doors of other programs: their command lines, read and turned into what Fourfold does.
+"""Entry points of other programs: their command lines, translated into Fourfold runs.
 
 Megatron-DeepSpeed's `pretrain_gpt.py` and `preprocess_data.py`, PaddleNLP's gpt-3 scripts, and
 `paddle.distributed.launch`, which is `python -m fourfold.launch` here. Two things of other programs

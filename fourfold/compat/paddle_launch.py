@@ -120,7 +120,7 @@ def _among_the_visible(devices: list[str]) -> list[str]:
 
 
 def _num_gpus() -> int:
-    """Counted in a process of its own: one that has asked CUDA anything must not fork ranks."""
+    """Counted in a separate process: one that has initialised CUDA must not fork ranks."""
     import torch
 
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as aside:
@@ -140,7 +140,7 @@ def read_job(words: Sequence[str]) -> ScriptJob:
     options = _parser().parse_args(list(words))
     script = Path(options.script)
     if not script.is_file():
-        raise UserError(f"{script}: no such script; options of the launcher stand before its name")
+        raise UserError(f"{script}: no such script; options of the launcher go before its name")
     devices = None if options.devices is None else _device_list(options.devices)
     nproc = _at_least(1, "--nproc_per_node", options.nproc_per_node)
     if devices is not None and nproc not in (None, len(devices)):

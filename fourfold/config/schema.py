@@ -64,8 +64,9 @@ class GlobalSection(Section):
 
 class MixPrecisionSection(Section):
     use_pure_fp16: bool = derived(
-        "Train in float16 with float32 master weights, the originals' switch. Null follows dtype. "
-        "(FleetX's default was True; here a run that does not mention precision is float32.)"
+        "Mixed precision: float16 with float32 master weights, the originals' switch. Null follows "
+        "dtype. (FleetX's default was True; here a run that does not mention precision is "
+        "float32.)"
     )
     dtype: Dtype = derived(
         "Arithmetic of the model. Null is float16 with use_pure_fp16, else float32."
@@ -136,8 +137,8 @@ class EngineSection(Section):
         "as Megatron does.",
     )
     accumulate_steps: Count = derived(
-        "Micro-batches per optimizer step on each data rank. Always local_batch_size / "
-        "micro_batch_size; a different value given here is replaced."
+        "Micro-batches per optimizer step on each data rank (gradient accumulation). Always "
+        "local_batch_size / micro_batch_size; a different value given here is replaced."
     )
     logging_freq: Count = key(1, "Print a log line every this many steps.")
     log_style: Literal["fleetx", "megatron"] = key(
@@ -239,10 +240,10 @@ class DatasetSection(Section):
         "slash separated. Missing parts are 0.",
     )
     split_rounding: Rounding = derived(
-        "Which document the parts of a split meet at. megatron_core rounds the shares added up so "
-        "far; megatron_deepspeed, whose rule is FleetX's too, rounds each share and takes what "
-        "that adds up to off every border. Null is blend_rounding, and megatron_deepspeed in the "
-        "order fleetx."
+        "Where one part of a split ends and the next begins. megatron_core rounds the shares added "
+        "up so far; megatron_deepspeed, whose rule is FleetX's too, rounds each share and takes "
+        "what the rounding errors add up to off every border. Null is blend_rounding, and "
+        "megatron_deepspeed in the order fleetx."
     )
     max_seq_len: Count = key(1024, "Tokens per sample.")
     order: Literal["megatron", "fleetx", "elastic"] = key(
@@ -335,13 +336,14 @@ class ModelSection(Section):
     )
     use_recompute: bool = key(
         True,
-        "Recompute activations in the backward pass instead of keeping them: less memory, more "
-        "time.",
+        "Recompute activations in the backward pass instead of keeping them (activation "
+        "checkpointing): less memory, more time.",
     )
     recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = key(
         None,
         "What is recomputed: full is every layer, full_attn the attention block, core_attn only "
-        "softmax(QK^T)V. Memory in that order, least first. Null is full with use_recompute.",
+        "softmax(QK^T)V; full takes the least memory, core_attn the most. Null is full with "
+        "use_recompute.",
     )
     fused_linear: bool = key(
         True, "Compute each matrix product and its bias addition in one operation. Same numbers."
@@ -362,10 +364,10 @@ class ShardingSection(Section):
     )
     sharding_stage: Literal[1, 2, 3] = key(
         1,
-        "What is divided: 1 the optimizer state, 2 the gradients as well, 3 the parameters too.",
+        "What is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.",
     )
     sharding_offload: bool = key(
-        False, "Keep the divided state in CPU memory and copy it to the device when needed."
+        False, "Keep the sharded state in CPU memory and copy it to the device when needed."
     )
 
 
@@ -476,7 +478,9 @@ class GenerationSection(Section):
     )
     top_k: CountOrZero = key(5, "Sample among the k most probable tokens; 0 among all.")
     top_p: Annotated[float, Number, Gt(0), Le(1)] = key(
-        1.0, "Sample among the most probable tokens whose probabilities add up to top_p or more."
+        1.0,
+        "Nucleus sampling: among the most probable tokens whose probabilities add up to top_p or "
+        "more.",
     )
     temperature: Positive = key(1.0, "Logits are divided by it: below 1 sharper, above 1 flatter.")
     repetition_penalty: Positive = key(

@@ -1,11 +1,11 @@
-"""Doors to other tools: checkpoints of Hugging Face, FleetX and Megatron in and out.
+"""Checkpoint conversion: Hugging Face, FleetX and Megatron checkpoints, in and out.
 
     open_weights(path)              what kind of checkpoint this is
     load_foreign(path)              the model behind it, by our names; nothing is read yet
     convert(source, target, to)     a new directory in another format
 
-No foreign file runs anything: pickles are read by a machine that builds containers only
-(pickles.py), torch and Paddle files by readers on top of it. Tensors are read one at a time.
+No foreign file runs code: unpickling is done by a machine that builds containers only (pickles.py),
+with readers of torch and Paddle files on top of it. Tensors are read one at a time.
 """
 
 from fourfold.convert.conversion import Converted, convert

@@ -105,7 +105,7 @@ def _raw(data: memoryview | str | EncodedText) -> memoryview | bytes:
 
 
 class Inert(Record):
-    """A value that is kept because it must stand somewhere, and never looked at."""
+    """A placeholder whose value is never looked at."""
 
     def __init__(self, *_: Any) -> None:
         pass

@@ -26,7 +26,7 @@ from fourfold.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done, for whoever asked."""
+    """What was done, for the caller to report."""
 
     source: Kind
     model: dict[str, int | float]
@@ -120,7 +120,7 @@ def _write(
 
 
 def _tokenizer(model: ForeignModel, named: Path | str | None, force: bool) -> Tokenizer | None:
-    """The tokenizer asked for, or the source's own if that is one Fourfold can use."""
+    """The requested tokenizer, or the source's own if Fourfold can use it."""
     place = named if named is not None else model.tokenizer
     if place is None:
         model.notes.append("no tokenizer was found; give one with --tokenizer to write text")

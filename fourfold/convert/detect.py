@@ -1,4 +1,4 @@
-"""What kind of checkpoint lies at a path: `open_weights` tells, `load_foreign` reads it.
+"""Detection of a checkpoint's format: `open_weights` recognises it, `load_foreign` reads it.
 
 A checkpoint in a `.tgz` is unpacked into a private directory, weights and descriptions only.
 """
@@ -43,7 +43,7 @@ class Source:
 def open_weights(path: Path | str, workspace: Path | None = None) -> Source:
     """Recognise the checkpoint at `path`: a directory, a file in one, or an archive of one.
 
-    An archive is unpacked below `workspace` (the system's temporary directory if None) and lies
+    An archive is unpacked below `workspace` (the system's temporary directory if None) and stays
     there until the source is closed.
     """
     path = Path(path)

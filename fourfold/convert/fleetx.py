@@ -148,8 +148,8 @@ def _ours(arrays: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def _our_name(name: str) -> str:
-    """Our name, or the name itself where it means nothing here. Of queries, keys and values that
-    are stored apart it is the name of them together, then `#q`, `#k` or `#v`."""
+    """Our name, or the name itself where it means nothing here. Queries, keys and values that are
+    stored separately get their joint name and `#q`, `#k` or `#v`."""
     plain = _WRAPPERS.sub("", name)
     if plain in _HEADS:
         return "head"
@@ -178,7 +178,7 @@ def _merged(name: str, pieces: list[LazyTensor]) -> LazyTensor:
 
 
 def _fused(path: Path, found: dict[str, LazyTensor], heads: int) -> dict[str, LazyTensor]:
-    """Turned to (out, in), and separate q, k and v made one."""
+    """Transposed to (out, in), with separate q, k and v joined."""
     turned = {
         name: transposed(source) if _is_turned(name, source) else source
         for name, source in found.items()

@@ -1,10 +1,10 @@
 """Hugging Face GPT-2 directories, in: `config.json` and safetensors or `pytorch_model.bin` files.
 
-GPT-2's Conv1D stores (in, out), the transpose of ours, and the columns of `c_attn` as all q, all
-k, all v. What a configuration may ask for and our model does not have is refused with its name;
-scaling attention by layer is put into the weights instead.
+GPT-2's Conv1D stores (in, out), the transpose of ours, and the columns of `c_attn` as all q, all k,
+all v. Options that our model does not have are refused by name; attention scaling by layer is
+folded into the weights instead.
 
-Out: a complete directory that `transformers` takes as it is, with safetensors shards of bounded
+Out: a complete directory that `transformers` loads as it is, with safetensors shards of bounded
 size.
 """
 

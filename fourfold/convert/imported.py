@@ -7,7 +7,7 @@
     made_with the identity of the tokenizer that made the training data, where it is known
     notes     what was decided on the way, one sentence each
 
-What the tensors themselves say (layers, widths, vocabulary) is measured, never believed from a
+What the tensors themselves say (layers, widths, vocabulary) is measured, never taken from a
 description; a description that says otherwise is an error.
 
 A `LazyTensor` is a tensor in somebody's file, with its shape known and its numbers not yet read.
@@ -64,7 +64,7 @@ class ForeignModel:
         return max((s.dtype for s in self.stored.values()), key=lambda dtype: dtype.itemsize)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by our name, read when it is asked for, in the type it is stored in."""
+        """Every weight by our name, read on request, in the type it is stored in."""
         for name, source in self.stored.items():
             yield name, source.read()
 
@@ -88,7 +88,7 @@ class ForeignModel:
                 self.stored[name] = cast(source, dtype, f"{self.path}: {name}")
 
     def close(self) -> None:
-        """Close the files, and give back the place an archive was unpacked to."""
+        """Close the files, and remove the directory an archive was unpacked to."""
         self.closing.close()
 
     def __enter__(self) -> ForeignModel:

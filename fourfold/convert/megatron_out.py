@@ -7,11 +7,10 @@
 There are three namings, each for what will read it:
 
     core         Megatron Core with Transformer Engine, the default of Megatron-LM: a norm belongs
-                 to the linear layer behind it
-    core-local   Megatron Core with --transformer-impl local
-    classic      Megatron-DeepSpeed, and Megatron-LM before it removed the classic model
+    to the linear layer after it core-local   Megatron Core with --transformer-impl local classic
+    Megatron-DeepSpeed, and Megatron-LM before it removed the classic model
 
-Megatron-LM answers names it does not know by going on without them, from random weights, so the
+Megatron-LM ignores names it does not know and continues with random weights, so the
 naming, the arguments in the files and the flags of the command must all agree: `write_megatron`
 returns the flags.
 """
@@ -55,7 +54,7 @@ def write_megatron(
     layout: MegatronLayout,
     words: Tokenizer | None,
 ) -> list[str]:
-    """Write into `directory`, which will be `target`; the flags Megatron must be given."""
+    """Write into `directory`, which will be `target`; returns the flags Megatron must be given."""
     _check(model, layout)
     vocabulary = _Vocabulary.of(model, layout, words)
     arguments = _arguments(model, layout, vocabulary)
@@ -235,7 +234,7 @@ def _arguments(
 def _flags(
     arguments: argparse.Namespace, layout: MegatronLayout, target: Path, files: list[str]
 ) -> list[str]:
-    """What the command that loads this must say; the rest of Megatron's defaults fit."""
+    """The flags of the command that loads this; the rest of Megatron's defaults fit."""
     keys = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"]
     keys += ["max_position_embeddings", "tensor_model_parallel_size"]
     keys += ["pipeline_model_parallel_size", "make_vocab_size_divisible_by"]

@@ -1,6 +1,6 @@
 """Fourfold's own checkpoints as one of the formats: weights alone, in and out.
 
-Written is an output directory a run can start from:
+The result is an output directory that a run can start from:
 
     step_0/         the weights; state.json says `weights_only`, so moments begin at zero
     config.yaml     the model's sections, for `fourfold generate -c` and `fourfold train -c`
@@ -33,7 +33,7 @@ _OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_
 def read_native(where: Path, closing: ExitStack) -> ForeignModel:
     """The weights of the newest checkpoint at `where`, verified as for a resumed run.
 
-    Checking reads every file once; each weight is then read where it lies until `closing` closes.
+    Checking reads every file once; each weight is then read in place until `closing` closes.
     """
     directory = checkpoint.candidates(where)[0]
     opened = closing.enter_context(checkpoint.Verified(directory, PREFIX))

@@ -1,4 +1,4 @@
-"""Pickled data, read by a machine that can build containers and nothing else.
+"""Safe unpickling: a machine that can build containers and nothing else.
 
 A pickle is a program for a stack machine; Python's own runs whatever functions it names. This one
 imports nothing and calls nothing but the constructors its caller lists: any other name is refused,
@@ -6,7 +6,7 @@ by name. It knows the opcodes of protocols 2 to 5.
 
 Bytes objects are not copied but stay slices of the file, so a file of weights costs the memory of
 its names. The number of steps is bounded, no step makes more than one small object, and keys are
-plain values, so no file makes it hang or swell.
+plain values, so no file can make it hang or exhaust memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Constructor:
 
 
 class Record:
-    """An object that a pickle may give a state. Without more it ignores that and is inert."""
+    """An object that a pickle may give a state. By default it ignores that and is inert."""
 
     def set_state(self, state: Any) -> None:
         pass
@@ -69,7 +69,7 @@ _GETS = {b"h": "<B", b"j": "<I"}
 
 
 class PickleMachine:
-    """Runs one pickle; `position` is then behind it, where another may begin."""
+    """Runs one pickle; `position` is then after it, where another may begin."""
 
     def __init__(
         self,

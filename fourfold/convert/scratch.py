@@ -1,4 +1,4 @@
-"""Disk space for a conversion: tensors kept there in the place of memory, room, and safekeeping."""
+"""Disk space for a conversion: tensors in mapped files instead of memory, free space, syncing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_room(directory: Path, needed_bytes: int) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Push all files and directories to the disk: a name given afterwards then means all of it."""
+    """Flush all files and directories to disk, so that a rename afterwards commits all of it."""
     for place, _, files in os.walk(directory):
         for name in files:
             with (Path(place) / name).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""What `torch.save` writes, read without `torch.load`: containers, and tensors as `LazyTensor`.
+"""Files of `torch.save`, read without `torch.load`: containers, and tensors as `LazyTensor`.
 
 Two layouts: a zip archive with `data.pkl` and one uncompressed entry per storage (since torch
 1.6), and before that five pickles and the storages one after the other. Both are mapped; a tensor
@@ -156,7 +156,7 @@ _KNOWN: dict[str, Any] = {
 
 def torch_names(name: str) -> Any:
     """The names a torch file may use. Megatron's own (its arguments hold enumerations of it) are
-    values nobody looks at: they stand for nothing, are not imported, and cannot do anything."""
+    placeholders: they are not imported and run no code."""
     return _INERT if name.startswith("megatron.") else only(_KNOWN)(name)
 
 
@@ -166,14 +166,14 @@ def read_torch_file(path: Path, names: Globals = torch_names) -> Any:
 
 
 def read_torch_bytes(data: memoryview, path: Path, names: Globals = torch_names) -> Any:
-    """The same for bytes that are, or lie in, the file `path`."""
+    """The same for bytes that are, or are in, the file `path`."""
     if bytes(data[:4]) == ZIP_MAGIC:
         return _read_zip(path, data, names)
     return _read_legacy(path, data, names)
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, which are fetched from the disk when they are looked at."""
+    """The bytes of a file, memory-mapped."""
     try:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")

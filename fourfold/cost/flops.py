@@ -1,9 +1,9 @@
 """FLOPs: the one place they are defined.
 
 Convention: a multiply-add is two FLOPs; only matrix products count (linear layers, head, the two
-products of attention); the backward pass costs twice the forward one. *Model* FLOPs leave out
-what recomputation repeats, *hardware* FLOPs include it. Attention counts all T × T pairs unless
-`causal` is asked for, which halves it. MFU uses model FLOPs, full attention, as most papers do.
+products of attention); the backward pass costs twice the forward one. *Model* FLOPs leave out what
+recomputation repeats, *hardware* FLOPs include it. Attention counts all T × T pairs unless `causal`
+is set, which halves it. MFU uses model FLOPs, full attention, as most papers do.
 """
 
 from __future__ import annotations

@@ -80,11 +80,11 @@ def _norm_parameters(network: Network, spread: Spread, stage: Numbers) -> Number
 
 
 def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:
-    """Micro-batches whose activations pipeline rank `stage` holds at its fullest, each counted for
-    all of the rank's layers: of its `v` stages, one micro-batch in one of them is a `v`-th.
+    """Micro-batches whose activations pipeline rank `stage` holds at its peak, each counted for all
+    of the rank's layers: of its `v` stages, one micro-batch in one of them is a `v`-th.
 
     This is what torch's schedules hold. Where a schedule splits the backward pass, activations stay
-    until the gradients of the weights are there.
+    until the weight gradients are computed.
     """
     p, v, m = (np.asarray(number) for number in (spread.pp, spread.virtual, spread.micro_batches))
     schedule = np.asarray(spread.schedule)

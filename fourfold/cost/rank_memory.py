@@ -2,7 +2,7 @@
 
 What the banner of a run and `fourfold layout` print. Counted from the network's table of
 parameters by the rules by which ranks are built: stages by layer, slices by model parallelism, rows
-by sharding. No rank has to be there for it; tests compare it with the tensors of ranks that are.
+by sharding. No rank has to run for it; tests compare it with the tensors of ranks that do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Term` and `Breakdown`: a number that knows the arithmetic it came from.
 
-The cost models compute with numpy, so that one call evaluates one layout or a hundred thousand.
-A term keeps its value, a sentence with holes, and what goes into the holes; `text(index)` fills
-them in for one layout. What `--explain` prints is therefore what was computed, not a retelling.
+The cost models compute with numpy, so that one call evaluates one layout or a hundred thousand. A
+term keeps its value, a sentence with holes, and what goes into the holes; `text(index)` fills them
+in for one layout. What `--explain` prints is therefore what was computed, not a description of it.
 """
 
 from __future__ import annotations

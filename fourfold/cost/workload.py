@@ -1,8 +1,9 @@
-"""Workloads, what a price depends on: a network, its layout over ranks, the habits of the software.
+"""Workloads, what a price depends on: a network, its layout over ranks, the properties of the
+software.
 
 Each of these three is a row of plain numbers. Any field may instead be an array, one entry per
 layout; the formulas of memory.py and steptime.py work on both. `columns` turns many rows into one
-such row. A `Workload` is what one configuration asks for, to be laid out.
+such row. A `Workload` is the model and batch of one configuration, to be laid out.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Software:
-    """Habits of a training program that cost or save bytes and seconds."""
+    """Properties of a training program that cost or save bytes and seconds."""
 
     compute_bytes: Numbers = 2  # per activation
     weight_bytes: Numbers = 2  # per parameter, the copy that is multiplied with
@@ -168,7 +169,7 @@ FRAGMENTATION = 0.05
 
 
 def software_of(config: Config, *, on_cpu: bool) -> Software:
-    """The habits of Fourfold itself, as its parallel code has them:
+    """The properties of Fourfold itself, as its parallel code has them:
 
     - O2 keeps weights in the low type and fp32 masters; O1 keeps fp32 weights and, through each
       micro-batch, the low-type copies autocast makes of them;
@@ -211,7 +212,7 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
 
 
 def spread_of(config: Config) -> Spread:
-    """The layout the file itself asks for."""
+    """The layout that the file itself configures."""
     layout, sharding = config.Distributed, config.Distributed.sharding
     return Spread(
         mp=layout.mp_degree,

@@ -85,7 +85,7 @@ def test_a_disk_that_is_read_only(mount: Mount, size: int) -> None:
     for result in save_rows(disk, 2, sample(2), state_of(2), size):
         assert isinstance(result, CheckpointError)
         assert "[Errno 30] Read-only file system" in str(result)
-        assert "mount it for writing" in str(result) and "make room" not in str(result)
+        assert "remount it read-write" in str(result) and "make room" not in str(result)
     into = blank(sample(1))
     assert checkpoint.resume(disk, into, pytest.fail)[1] == state_of(1)
     remount(disk, "rw")
