@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fourfold.config import Config
 from fourfold.cost.memory import memory_of
-from fourfold.cost.workload import Network, software_of, spread_of
+from fourfold.cost.workload import MOMENT_BYTES, Network, software_of, spread_of
 from fourfold.mesh import Layout, is_cpu
 from fourfold.model import ModelShape, table_of
 from fourfold.model.params import Param, ParamTable, split_range
@@ -68,7 +68,7 @@ def memory_of_rank(config: Config, rank: int) -> RankMemory:
         weight_bytes=weights,
         master_bytes=FP32_BYTES * sum(part.kept for part in has_masters),
         gradient_bytes=gradients,
-        moment_bytes=2 * FP32_BYTES * kept,
+        moment_bytes=MOMENT_BYTES * kept,
         activation_bytes=int(_activation_bytes(config, place["pp"])),
     )
 

@@ -107,6 +107,10 @@ class Spread:
         return self.dp * self.sharding
 
 
+# What the optimizer keeps of a parameter: AdamW's two moments in fp32.
+MOMENT_BYTES = 8
+
+
 @dataclass(frozen=True)
 class Software:
     """Properties of a training program that cost or save bytes and seconds."""
@@ -114,7 +118,7 @@ class Software:
     compute_bytes: Numbers = 2  # per activation
     weight_bytes: Numbers = 2  # per parameter, the copy that is multiplied with
     master_bytes: Numbers = 4  # a separate fp32 copy; 0 when the weights themselves are fp32
-    moment_bytes: Numbers = 8
+    moment_bytes: Numbers = MOMENT_BYTES
     gradient_bytes: Numbers = 4  # as kept and added up between micro-batches
     lasting_gradients: Numbers = True  # their memory is there through the whole step
     reduce_bytes: Numbers = 4  # per gradient on the wire

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.cost.workload import MOMENT_BYTES
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster
 from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_seconds, weight_shapes
 from fourfold.plan.machine import Group, bus_bandwidth
@@ -184,7 +185,7 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
 # (the square root of twice the time of a save times the time between failures) loses least.
 
 DEADLINES = (30, 60, 90)
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weights and two moments
+CHECKPOINT_BYTES = 4 + MOMENT_BYTES  # per parameter: its fp32 weight and its moments
 FIXED_SAVE_SECONDS = 5.0
 DAY = 86400.0
 

@@ -14,7 +14,7 @@ import numpy as np
 from fourfold.config.rules import V_SCHEDULES
 from fourfold.cost.memory import stage_parameters
 from fourfold.cost.terms import Breakdown, Numbers, Term
-from fourfold.cost.workload import Network, Software, Spread
+from fourfold.cost.workload import MOMENT_BYTES, Network, Software, Spread
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
 from fourfold.plan.machine import (
     Coefficients,
@@ -27,7 +27,8 @@ from fourfold.plan.machine import (
 
 DETERMINISTIC = 1.15  # Megatron's own figure for its deterministic mode
 BACKWARD_SHARE = 0.6  # of a micro-batch: gradients of a step can hide behind its last backward pass
-OPTIMIZER_BYTES = 30  # read weight, gradient, two moments in fp32; write three and a 2-byte copy
+# Read weight, gradient and moments in fp32; write weight, moments and a 2-byte copy.
+OPTIMIZER_BYTES = (8 + MOMENT_BYTES) + (4 + MOMENT_BYTES + 2)
 
 
 @dataclass(frozen=True)
