@@ -115,14 +115,7 @@ def test_a_key_that_only_the_configuration_reads_changes_another_or_says_so(
     changed = {
         path
         for path, _ in leaves(Config)
-        if path != name and _value(before, path) != _value(after, path)
+        if path != name and before.setting(path) != after.setting(path)
     }
     told = [notice for notice in after.notices if f"{name}={value} has no effect" in notice]
     assert changed or told or before.batch_schedule != after.batch_schedule
-
-
-def _value(config: Config, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
