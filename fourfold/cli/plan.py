@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.atomic_files import replace_text
 from fourfold.cli.options import Overrides, check_new, check_writable, refuse_all_but
 from fourfold.errors import UserError
 from fourfold.terminal import table_lines
@@ -326,7 +327,7 @@ def _emit(config: Path, override: list[str], plan: Plan, path: Path) -> None:
     chosen = {**best.settings(), "Distributed.auto": False, "Distributed.pp_layers": None}
     resolved = read_config(config, override).with_values(chosen).load(plan.cluster.world)
     head = f"# {best.layout}, {best.details}: planned for {plan.cluster}.\n\n"
-    path.write_text(head + resolved.to_yaml(), encoding="utf-8")
+    replace_text(path, head + resolved.to_yaml())
     print(f"written: {path}", file=sys.stderr)
 
 
