@@ -129,7 +129,7 @@ NOT_OFFERED: dict[str, tuple[bool, str]] = {
 }
 
 
-def spell_out_auto(tree: Tree) -> None:
+def expand_auto(tree: Tree) -> None:
     """`Distributed: auto` becomes `Distributed.auto: True`, so that degrees can stand beside it."""
     entry = tree.get("Distributed")
     if entry is not None and is_auto(entry.value):

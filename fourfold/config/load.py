@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fourfold.config.compat_keys import RENAMED, is_auto, spell_out_auto, translate
+from fourfold.config.compat_keys import RENAMED, expand_auto, is_auto, translate
 from fourfold.config.fields import Section, allowed_text, leaves, section_type
 from fourfold.config.findings import ConfigFindings, Message, Report, in_reading_order
 from fourfold.config.resolve import resolve
@@ -53,7 +53,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ConfigSource
     """The file with its bases and every override in it. Only a file that cannot be read raises."""
     tree, report = read_tree(path), Report()
     # Before the overrides, which add keys to sections and would replace a word.
-    spell_out_auto(tree)
+    expand_auto(tree)
     tree = apply_overrides(tree, overrides, report)
     return ConfigSource(str(path), tree, report, len(overrides))
 

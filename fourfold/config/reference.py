@@ -27,7 +27,7 @@ declarations (`python -m fourfold.config` writes it).
 - `Section.key` names a key everywhere: in messages, after `-o`, in Python (`config.Section.key`).
 """
 
-_SPELLINGS = """\
+_COMPAT_KEYS = """\
 ## Other spellings
 
 Files of earlier and later FleetX versions are read as they are, with a notice for each key that
@@ -106,7 +106,7 @@ def markdown_reference() -> str:
         kind = section_type(field)
         assert kind is not None
         parts.append(f"## {name}\n\n{field.description}\n\n" + _table(kind, ""))
-    parts += [_SPELLINGS, _spellings_table()]
+    parts += [_COMPAT_KEYS, _compat_keys_table()]
     return "\n".join(parts)
 
 
@@ -131,7 +131,7 @@ def _rows(kind: type[Section], prefix: str) -> list[tuple[str, ...]]:
     return rows
 
 
-def _spellings_table() -> str:
+def _compat_keys_table() -> str:
     rows = [(f"`{old}`", f"read as `{new}`") for old, new in RENAMED.items()]
     rows += [
         ("`Optimizer.grad_clip.clip_norm`", "read as `Optimizer.grad_clip`"),
