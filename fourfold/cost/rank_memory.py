@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from fourfold.config import Config
 from fourfold.cost.memory import memory_of
-from fourfold.cost.workload import MOMENT_BYTES, Network, software_of, spread_of
+from fourfold.cost.workload import Network, software_of, spread_of
 from fourfold.mesh import Layout, is_cpu
 from fourfold.model import ModelShape, table_of
-from fourfold.model.params import Param, ParamTable, split_range
+from fourfold.model.params import Param, split_range
 from fourfold.parallel import layout_of
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.stages import count_stages, stages_here
@@ -46,31 +46,12 @@ class RankMemory:
 
 def rank_memory(config: Config) -> list[RankMemory]:
     """Of all ranks of the configured layout, in their order."""
-    return [memory_of_rank(config, rank) for rank in range(layout_of(config).world_size)]
+    rules = _Rules(config)
+    return [rules.memory_of(rank) for rank in range(rules.layout.world_size)]
 
 
 def memory_of_rank(config: Config, rank: int) -> RankMemory:
-    layout = layout_of(config)
-    place = layout.coordinates(rank)
-    numbers = [number for own in stages_here(config, place["pp"]).values() for number in own]
-    table = table_of(ModelShape.of(config.Model))
-    layer = [_Part.of(config, row, place) for row in table.layer()]
-    parts = len(numbers) * layer + list(_ends(config, table, place))
-    kept = sum(part.kept for part in parts)
-    weights, gradients = _weights_and_gradients(layout, parts, layer)
-    has_masters = [part for part in parts if layout.sharding > 1 or part.itemsize < FP32_BYTES]
-    return RankMemory(
-        rank=rank,
-        first_layer=min(numbers),
-        layers=len(numbers),
-        parameters=kept,
-        counted=sum(part.kept for part in parts if part.is_counted),
-        weight_bytes=weights,
-        master_bytes=FP32_BYTES * sum(part.kept for part in has_masters),
-        gradient_bytes=gradients,
-        moment_bytes=MOMENT_BYTES * kept,
-        activation_bytes=int(_activation_bytes(config, place["pp"])),
-    )
+    return _Rules(config).memory_of(rank)
 
 
 @dataclass(frozen=True)
@@ -82,38 +63,71 @@ class _Part:
     itemsize: int  # of a number as it is computed with
     is_counted: bool  # here, and not on another rank with the same
 
-    @classmethod
-    def of(
-        cls, config: Config, row: Param, place: dict[str, int], *, is_copy: bool = False
-    ) -> _Part:
-        layout, mixed = layout_of(config), config.Engine.mix_precision
+
+class _Rules:
+    """How ranks are built, for all ranks of one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        shape, mixed = ModelShape.of(config.Model), config.Engine.mix_precision
         precision = Precision(mixed.dtype, mixed.level)
-        shape, alone = list(row.shape), place["dp"] == 0 and not is_copy
+        self.layout = layout_of(config)
+        self.table = table_of(shape)
+        self.itemsizes = {
+            row.name: precision.weight_dtype(self.table, row.name).itemsize
+            for row in self.table.rows
+        }
+        pipeline = range(self.layout.pp)
+        self.stages = [stages_here(config, pp_rank) for pp_rank in pipeline]
+        self.last_stage = count_stages(config) - 1
+        self.activation_bytes = [_activation_bytes(config, shape, pp_rank) for pp_rank in pipeline]
+
+    def memory_of(self, rank: int) -> RankMemory:
+        layout, place = self.layout, self.layout.coordinates(rank)
+        numbers = [number for own in self.stages[place["pp"]].values() for number in own]
+        layer = [self._part(row, place) for row in self.table.layer()]
+        parts = len(numbers) * layer + list(self._ends(place))
+        kept = sum(part.kept for part in parts)
+        weights, gradients = _weights_and_gradients(layout, parts, layer)
+        # Unsharded, what is in fp32 anyway is its own master.
+        masters = [part for part in parts if layout.sharding > 1 or part.itemsize < FP32_BYTES]
+        return RankMemory(
+            rank=rank,
+            first_layer=min(numbers),
+            layers=len(numbers),
+            parameters=kept,
+            counted=sum(part.kept for part in parts if part.is_counted),
+            weight_bytes=weights,
+            master_bytes=FP32_BYTES * sum(part.kept for part in masters),
+            gradient_bytes=gradients,
+            moment_bytes=2 * FP32_BYTES * kept,
+            activation_bytes=self.activation_bytes[place["pp"]],
+        )
+
+    def _part(self, row: Param, place: dict[str, int], *, is_copy: bool = False) -> _Part:
+        shape, is_counted = list(row.shape), place["dp"] == 0 and not is_copy
         if row.split_dim is not None:
-            start, stop = split_range(shape[row.split_dim], place["mp"], layout.mp)
+            start, stop = split_range(shape[row.split_dim], place["mp"], self.layout.mp)
             shape[row.split_dim] = stop - start
         elif place["mp"] > 0:
-            alone = False
+            is_counted = False
         # Sharding cuts rows as torch.chunk does: the last ranks may have fewer, or none.
-        rows, chunk = shape[0], -(-shape[0] // layout.sharding)
+        rows, chunk = shape[0], -(-shape[0] // self.layout.sharding)
         own_rows = min(max(rows - place["sharding"] * chunk, 0), chunk)
         row_numel = math.prod(shape[1:])
-        itemsize = precision.weight_dtype(table_of(ModelShape.of(config.Model)), row.name).itemsize
-        return cls(rows * row_numel, own_rows * row_numel, itemsize, alone)
+        itemsize = self.itemsizes[row.name]
+        return _Part(rows * row_numel, own_rows * row_numel, itemsize, is_counted)
 
-
-def _ends(config: Config, table: ParamTable, place: dict[str, int]) -> Iterator[_Part]:
-    """Embeddings, last norm and head, where this pipeline rank has an end of the network."""
-    stages, last = stages_here(config, place["pp"]), count_stages(config) - 1
-    if 0 in stages:
-        yield from (_Part.of(config, row, place) for row in table.at("first"))
-    if last in stages:
-        for row in table.at("last"):
-            # In one stage alone the head is the embedding itself.
-            if not row.tied_to_head:
-                yield _Part.of(config, row, place)
-            elif last > 0:
-                yield _Part.of(config, row, place, is_copy=True)
+    def _ends(self, place: dict[str, int]) -> Iterator[_Part]:
+        """Embeddings, last norm and head, where this pipeline rank has an end of the network."""
+        stages = self.stages[place["pp"]]
+        if 0 in stages:
+            yield from (self._part(row, place) for row in self.table.at("first"))
+        if self.last_stage in stages:
+            for row in self.table.at("last"):
+                if not row.tied_to_head:
+                    yield self._part(row, place)
+                elif self.last_stage > 0:  # in one stage alone the head is the embedding itself
+                    yield self._part(row, place, is_copy=True)
 
 
 def _weights_and_gradients(
@@ -135,9 +149,9 @@ def _compute_bytes(parts: list[_Part]) -> int:
     return sum(part.numel * part.itemsize for part in parts)
 
 
-def _activation_bytes(config: Config, pp_rank: int) -> float:
+def _activation_bytes(config: Config, shape: ModelShape, pp_rank: int) -> int:
     """What the forward pass keeps, and the logits: the price that `fourfold plan` names too."""
-    network = Network.of(ModelShape.of(config.Model), config.Data.dataset.max_seq_len)
+    network = Network.of(shape, config.Data.dataset.max_seq_len)
     software = software_of(config, on_cpu=is_cpu(config.Global.device))
     price = memory_of(network, spread_of(config), software, pp_rank)
-    return float(price["activations"] + price["logits"])
+    return int(price["activations"] + price["logits"])

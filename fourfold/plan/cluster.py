@@ -16,6 +16,7 @@ import yaml
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fourfold.atomic_files import replace_text
 from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.errors import UserError
 from fourfold.metrics.peaks import PEAKS
@@ -279,7 +280,7 @@ def save_cluster(cluster: Cluster, path: Path, heading: str) -> None:
         lines.append("shared_by:  # the device as each of other numbers of ranks finds it")
     for ranks, device in cluster.shared_by.items():
         lines += [f"  {ranks}:", *_device_lines(device, "    ")]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_text(path, "\n".join(lines) + "\n")
 
 
 def _device_lines(device: Device, indent: str) -> list[str]:
