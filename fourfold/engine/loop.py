@@ -90,7 +90,7 @@ class Engine:
                 stopped = self._train(watch, stop, save)
                 watch.compare(self.step)
                 if not stopped:
-                    with watch.meter.timed("evaluate"):
+                    with watch.meter.timed("evaluate", self.step):
                         self._evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
                 if self.mesh.rank == 0 and save:
@@ -118,8 +118,7 @@ class Engine:
             sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
         stopping = False
         while self.step < engine.max_steps and not stopping:
-            heartbeat.beat(self.step, "reader")
-            with meter.timed("reader"):
+            with meter.timed("reader", self.step):
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
@@ -130,7 +129,7 @@ class Engine:
             if _due(self.step, engine.check_replicas_freq):
                 self.runner.check_replicas(f"step {self.step}")
             if _due(self.step, engine.eval_freq) and not stopping:
-                with meter.timed("evaluate"):
+                with meter.timed("evaluate", self.step):
                     stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
             last = self.step == engine.max_steps
             if save and (_due(self.step, engine.save_load.save_steps) or last or stopping):
@@ -151,11 +150,9 @@ class Engine:
         all ranks must decide alike, they learn together.
         """
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        heartbeat.beat(self.step, "forward_backward")
-        with meter.timed("forward_backward"):
+        with meter.timed("forward_backward", self.step):
             share = float(self.runner.run(batch, self.step, scale))
-        heartbeat.beat(self.step, "optimizer")
-        with meter.timed("optimizer"):
+        with meter.timed("optimizer", self.step):
             asked = stop.reason() is not None
             loss, squares, stops = self.mesh.all_reduce(share, self.runner.squared_norm(), asked)
             norm = math.sqrt(squares) / scale
@@ -195,7 +192,7 @@ class Engine:
         loader, start = self.data.loaders[split], time.perf_counter()
         total = tokens = 0.0
         for batch in map(loader.batch, range(first, first + iterations)):
-            heartbeat.beat(self.step, "evaluate")
+            heartbeat.alive()
             share = float(self.runner.evaluate(batch))
             loss, stops = self.mesh.all_reduce(share, stop.reason() is not None)
             if stops:

@@ -73,8 +73,7 @@ def save(
     on; but the final save of a run is written when this returns, or raises.
     """
     sinks = Sinks() if sinks is None else sinks
-    heartbeat.beat(run.step, "save")
-    with meter.timed("save"):
+    with meter.timed("save", run.step):
         finish(run, sinks)
         path = str(run.output_dir / f"step_{run.step}")
         reason = _save_patiently(run, sinks, stop, final)

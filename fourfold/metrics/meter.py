@@ -23,6 +23,7 @@ from statistics import fmean, median
 import torch
 from torch.profiler import record_function
 
+from fourfold import heartbeat
 from fourfold.config.batch_schedule import BatchSchedule
 
 BETWEEN_STEPS = ("evaluate", "save")
@@ -99,11 +100,13 @@ class Meter:
         self._started = False
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str, step: int) -> Iterator[None]:
         """Count the time of this block as `phase`; a phase inside another belongs to the outer.
 
-        A profiler that is recording shows the phase as a range.
+        The supervisor learns of it by a heartbeat. A profiler that is recording shows the phase as
+        a range.
         """
+        heartbeat.beat(step, phase)
         if self._in_phase:
             yield
             return

@@ -148,7 +148,7 @@ def log_locator(low: float, high: float) -> Locator:
 
     ratio = high / low
     if ratio < 10:  # powers of ten alone would be one tick or none
-        return MaxNLocator(10, steps=[1, 2, 5, 10])
+        return MaxNLocator(9, steps=[1, 2, 5, 10])
     digits = (1, 2, 3, 5) if ratio < 100 else (1, 3) if ratio < 1e4 else (1,)
     return LogLocator(subs=digits, numticks=9)
 

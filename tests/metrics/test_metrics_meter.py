@@ -30,9 +30,9 @@ def end(meter: Meter, step: int, **fields: object) -> Step | None:
 
 
 def run_step(meter: Meter, clock: Clock, reader: float, compute: float) -> None:
-    with meter.timed("reader"):
+    with meter.timed("reader", 1):
         clock.tick(reader)
-    with meter.timed("forward_backward"):
+    with meter.timed("forward_backward", 1):
         clock.tick(compute)
 
 
@@ -91,9 +91,9 @@ def test_evaluating_and_saving_do_not_make_a_batch_dearer() -> None:
     for step in (1, 2):
         run_step(meter, clock, reader=0, compute=1)
         record = end(meter, step)
-    with meter.timed("evaluate"), meter.timed("reader"):
+    with meter.timed("evaluate", 1), meter.timed("reader", 1):
         clock.tick(50)
-    with meter.timed("save"):
+    with meter.timed("save", 1):
         clock.tick(30)
     for step in (3, 4):
         run_step(meter, clock, reader=0, compute=1)
@@ -117,10 +117,10 @@ def test_setting_up_is_no_part_of_the_first_step() -> None:
 def test_a_failing_phase_is_still_timed_and_leaves_the_meter_usable() -> None:
     clock = Clock()
     meter = Meter(batch_schedule=BatchSchedule(2), seq_len=5, clock=clock)
-    with pytest.raises(RuntimeError), meter.timed("forward_backward"):
+    with pytest.raises(RuntimeError), meter.timed("forward_backward", 1):
         clock.tick(1)
         raise RuntimeError
-    with meter.timed("optimizer"):
+    with meter.timed("optimizer", 1):
         clock.tick(2)
     record = end(meter, 1)
     assert record is not None and record.seconds == {"forward_backward": 1, "optimizer": 2}

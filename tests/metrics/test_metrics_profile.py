@@ -26,9 +26,9 @@ def run(directory: Path, steps: int = 6, **options: Any) -> list[str]:
     enabled: dict[str, Any] = {"enable": True, "profiler_log": directory, "echo": said.append}
     with ProfilerWindow(**(enabled | options)) as window:
         for _ in range(steps):
-            with meter.timed("forward_backward"):
+            with meter.timed("forward_backward", 1):
                 model(torch.randn(4, 8)).sum().backward()
-            with meter.timed("optimizer"):
+            with meter.timed("optimizer", 1):
                 optimizer.step()
             window.step()
     return said
