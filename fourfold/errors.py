@@ -21,13 +21,13 @@ INTERRUPTED_EXIT = 130
 
 
 class UserError(Exception):
-    """Something the user gave, or a file on their disk, that we cannot work with."""
+    """An input, or a file on the user's disk, that we cannot work with."""
 
 
 class RunError(Exception):
-    """What ended a run and is no mistake in its input: a restart may get past it.
+    """A failure of a run that is no mistake in its input: a restart may get past it.
 
-    Its message says all there is to say, so it comes without a traceback too.
+    Its message is complete, so it too comes without a traceback.
     """
 
 
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remark:
-    """One thing to say about a configuration, and where what it is about was written."""
+    """One remark about a configuration, and where the value it is about was written."""
 
     parts: tuple[str | Setting, ...]
     source: str = ""
@@ -78,7 +78,7 @@ class CheckpointError(UserError):
 
 @contextmanager
 def heard_or_not(stream: TextIO | None) -> Iterator[None]:
-    """Write to the console in this block: whether anybody reads it must not decide about a run.
+    """Write to the console in this block: a run must not depend on whether anybody reads it.
 
     Once the reader has gone (`| head`, a terminal that was closed), all that follows goes nowhere.
     What does not fit on a full disk is left out.
@@ -94,13 +94,13 @@ def heard_or_not(stream: TextIO | None) -> Iterator[None]:
 
 
 def say(text: str, stream: TextIO | None) -> None:
-    """Print a line for whoever may be there to read it."""
+    """Print a line to the console, if anybody is reading it."""
     with heard_or_not(stream):
         print(text, file=stream, flush=True)
 
 
 def report(error: BaseException) -> int:
-    """Say on standard error what ended a process; the exit code it should end with."""
+    """Print to standard error what ended a process; returns its exit code."""
     if isinstance(error, UserError):
         say(f"fourfold: {error}", sys.stderr)
         return USER_ERROR_EXIT

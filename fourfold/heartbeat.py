@@ -1,12 +1,12 @@
-"""Signs of life: where each rank of a supervised run stands, in memory its supervisor can read.
+"""Heartbeats: where each rank of a supervised run is, in memory its supervisor can read.
 
 The supervisor makes a `Board` before it forks; a forked rank attaches to its row of it and from
 then on `beat(step, phase)` costs about a microsecond. Inside a phase that may take long, `alive()`
 says that it makes progress: after each micro-batch, each file written, each block read. Nothing
-says so on a timer, for a rank that hangs would say it too. The memory outlives a rank that dies, so
-the last beat tells where it was.
+beats on a timer, because a rank that hangs would beat too. The memory outlives a rank that dies, so
+the last beat shows where it was.
 
-Ranks that wait for others can hear of the beats as well, by `relay`; see `mesh`.
+Waiting ranks can receive the beats as well, by `relay`; see `mesh`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ assert _BEAT.size + _FAILURE.size <= _ROW
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank said last; `seconds` is monotonic time, 0.0 before its first word."""
+    """A rank's last beat; `seconds` is monotonic time, 0.0 before the first."""
 
     seconds: float
     step: int
@@ -37,7 +37,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Failure:
-    """When an error ended a rank, and where in its log that error begins."""
+    """When an error ended a rank, and where that error begins in its log."""
 
     seconds: float
     log_offset: int
@@ -71,7 +71,7 @@ class Board:
 
 
 class Relay:
-    """Passes on that this process makes progress, at most every `every_seconds`."""
+    """Relays that this process makes progress, at most every `every_seconds`."""
 
     def __init__(self, tell: Callable[[], None], every_seconds: float) -> None:
         self._tell = tell
@@ -97,25 +97,25 @@ def attach(board: Board, rank: int) -> None:
 
 
 def is_attached() -> bool:
-    """Whether this process is a rank, whose supervisor says what ended it."""
+    """Whether this process is a rank, whose supervisor reports what ended it."""
     return _attached is not None
 
 
 def relay(tell: Callable[[], None] | None, every_seconds: float = 1.0) -> None:
-    """From now on, have beats passed on by calling `tell`, or (None) no longer."""
+    """From now on, relay beats by calling `tell`, or (None) no longer."""
     global _relay
     _relay = None if tell is None else Relay(tell, every_seconds)
 
 
 def beat(step: int, phase: str) -> None:
-    """Say that this rank lives and what it is about to do, such as "forward_backward"."""
+    """Report that this rank is alive and what it is about to do, such as "forward_backward"."""
     global _last
     _last = (step, phase)
     alive()
 
 
 def alive() -> None:
-    """Say that what the last beat announced makes progress."""
+    """Report that the phase of the last beat makes progress."""
     if _attached is not None:
         board, rank = _attached
         board.beat(rank, *_last)

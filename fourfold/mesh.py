@@ -1,11 +1,11 @@
-"""Where this process stands: the layout, its place on each axis, and the groups it talks to.
+"""The device mesh: the layout, this process's place on each axis, and its process groups.
 
 The rank order is the documents': data outermost, then pipeline, sharding, and model innermost.
-A run of one process has a mesh too, whose groups are all None and whose sums are what was given.
+A run of one process has a mesh too, whose groups are all None and whose sums are its inputs.
 
-Every collective gives up after `timeout_seconds`. Where one rank may be busy for longer (it builds
-an index, or reads a checkpoint) the ranks first meet through the store they found each other by,
-and wait for whoever is missing as long as it makes progress.
+Every collective times out after `timeout_seconds`. Where one rank may be busy for longer (it builds
+an index, or reads a checkpoint) the ranks first meet through the rendezvous store, and wait for
+whoever is missing as long as it makes progress.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Layout:
 
     @property
     def data_degree(self) -> int:
-        """How many ways the global batch is cut: data and sharding ranks read different samples."""
+        """Into how many parts the global batch is cut: data and sharding ranks read different
+        samples."""
         return self.dp * self.sharding
 
     @property
@@ -128,10 +129,10 @@ def select_device(wanted: str) -> torch.device:
 
 @cache
 def spare_missing_matrix_units() -> bool:
-    """Keep torch from instructions that the processor announces and does not have.
+    """Keep torch from instructions that the processor announces but does not have.
 
-    Some virtual machines announce AMX and end a process that uses it, as low-precision products do.
-    Tried once, in a process of its own, before torch's oneDNN has looked; whether it was so.
+    Some virtual machines announce AMX and kill a process that uses it, as low-precision products
+    do. Tried once, in a separate process, before oneDNN is initialised; returns whether it was so.
     """
     if not hasattr(os, "fork") or not torch.cpu._is_amx_tile_supported():
         return False
@@ -156,7 +157,7 @@ def is_cpu(wanted: str) -> bool:
 
 
 def _device_index(visible: int) -> int:
-    """Which of the GPUs this process sees is its own."""
+    """The index of this process's GPU among those it can see."""
     local_rank = _environment_int("LOCAL_RANK", 0)
     if local_rank < visible:
         return local_rank
@@ -203,8 +204,8 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
 
 
 def _difference(layout: Layout, device: torch.device) -> str | None:
-    """What keeps these ranks from working together, the same on each: different layouts, which
-    would wait for each other in different groups, or one GPU for two ranks."""
+    """Why these ranks cannot work together, the same on each: different layouts, which would wait
+    for each other in different groups, or one GPU for two ranks."""
     mine = torch.tensor([*astuple(layout), _gpu_identity(device)])
     theirs = [torch.empty_like(mine) for _ in range(layout.world_size)]
     dist.all_gather(theirs, mine)
@@ -228,7 +229,7 @@ def _difference(layout: Layout, device: torch.device) -> str | None:
 
 @contextmanager
 def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
-    """One rank of a layout that does not run: its groups are there, what is sent goes nowhere."""
+    """One rank of a layout that does not run: its groups exist, but nothing is sent."""
     if layout.world_size == 1:
         yield Mesh(layout)
         return
@@ -242,8 +243,8 @@ def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
 def _store(size: int, timeout_seconds: float) -> Store:
     """Where the processes meet: a file of our own launcher, else the launcher's address.
 
-    A process that is started again must not find the addresses of its predecessors, so each
-    attempt has a space of its own.
+    A restarted process must not find the addresses of its predecessors, so each attempt has its own
+    namespace.
     """
     if path := os.environ.get("FOURFOLD_STORE"):
         return FileStore(path, size)
@@ -262,8 +263,8 @@ def _store(size: int, timeout_seconds: float) -> Store:
 class Meetings:
     """Where ranks wait for each other for as long as any of them makes progress.
 
-    They tell of it by their signs of life; the ranks that wait give none. A rank that is lost, or
-    hangs, is noticed when nothing has been heard for `timeout_seconds`.
+    Progress is known from their heartbeats; waiting ranks send none. A rank that is lost, or hangs,
+    is noticed after `timeout_seconds` without a heartbeat.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
@@ -322,7 +323,7 @@ class Meetings:
 
 
 class Mesh:
-    """This process among the others: places, groups, and the few things all must agree on."""
+    """This process among the others: coordinates, groups, and the few things all must agree on."""
 
     def __init__(
         self,
@@ -346,7 +347,7 @@ class Mesh:
 
     def _join_axes(self, device_type: str) -> DeviceMesh:
         """The axes that are on. Torch's `init_device_mesh` would make every group of every axis,
-        the others' and those of one rank too, and not hand the timeout on."""
+        even those of other ranks and of a single rank, and would not pass on the timeout."""
         axes = self.layout.axes
         if len(axes) == 1:
             return DeviceMesh.from_group(_world(), device_type, mesh_dim_names=(axes[0],))
@@ -360,7 +361,7 @@ class Mesh:
         )
 
     def _join(self, columns: list[list[int]]) -> ProcessGroup | None:
-        """The group of this rank's column, if it is in one; every process comes here."""
+        """The group of this rank's column, if it is in one; every process must call this."""
         world = _world()
         if world.bound_device_id is not None:
             backend = world._get_backend(world.bound_device_id)
@@ -411,7 +412,7 @@ class Mesh:
     # -- what all ranks must see alike ------------------------------------------------------
 
     def all_reduce(self, *values: float) -> list[float]:
-        """Each value summed over all ranks, to the same bits on every one of them."""
+        """All-reduce: each value summed over all ranks, with the same bits on every rank."""
         if self.size == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64)
@@ -434,10 +435,10 @@ class Mesh:
             self._meetings.meet()
 
     def broadcast_first(self, text: str | None) -> str | None:
-        """The text of the first rank that gives one, on every rank, or None if none does.
+        """The text of the first rank that has one, on every rank, or None if none has.
 
-        Plain bytes travel, nothing is unpickled. However long some rank was busy before, the
-        others wait for it, as long as it makes progress.
+        Plain bytes travel, nothing is unpickled. The others wait for a busy rank as long as it
+        makes progress.
         """
         if self.size == 1:
             return text
@@ -488,7 +489,8 @@ class Mesh:
         return done[0]
 
     def close(self) -> None:
-        """Leave the others. After a failure this is not called: it would wait for the lost."""
+        """Leave the process group. Not called after a failure: a collective with dead ranks would
+        hang."""
         if self.size > 1 and dist.is_initialized():
             heartbeat.relay(None)
             dist.destroy_process_group()
@@ -501,7 +503,7 @@ def _world() -> ProcessGroup:
 
 
 def sum_over(group: ProcessGroup | None, tensors: Sequence[torch.Tensor]) -> None:
-    """Sum each tensor over a group, in place, with one message for all of one type."""
+    """All-reduce each tensor over a group, in place, with one message per dtype."""
     if group is None:
         return
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}

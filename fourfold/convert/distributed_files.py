@@ -3,8 +3,9 @@
 `.metadata` is a pickle that says, for each tensor, its whole shape, the rectangles it was cut into
 and where in which file each of them is, stored as `torch.save` stores a single tensor. The machine
 of pickles.py reads both: the classes of torch and Megatron that are named are records of plain
-values here: they are not imported and run no code. Only the tensors that are requested are looked
-at, since most of a checkpoint is the optimizer's.
+values here: they are not imported and run no code.
+
+Only the tensors that are requested are looked at, since most of a checkpoint is the optimizer's.
 """
 
 from __future__ import annotations

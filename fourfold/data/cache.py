@@ -1,12 +1,13 @@
-"""Results kept on disk under a hash of everything they depend on.
+"""The index cache: results kept on disk under a hash of everything they depend on.
 
 An entry is a directory of `.npy` files with their checksums, or one JSON file, written under a
-temporary name, synced and renamed. So an entry that exists is whole, any number of processes may
+temporary name, synced and renamed. So an entry that exists is complete, any number of processes may
 build the same one at once, and a change of any input is another entry. An entry that does not hold
-what was written (a damaged disk, an editor) is replaced. Without a writable place nothing is kept.
+what was written (a damaged disk, an editor) is replaced. Without a writable directory nothing is
+kept.
 
-All ranks of a run open the same data. Rank 0 comes first and checks it; the others do so in
-`trusting()`, where what has just been checked is not read through again.
+All ranks of a run open the same data. Rank 0 opens and checks it first; the others follow in
+`trusting()`, where what has just been checked is not read again.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusting(trusted: bool = True) -> Iterator[None]:
-    """Within this, what another process of the same start has checked is taken as it is."""
+    """Within this context, what another process of the same start has checked is trusted."""
     token = _trusted.set(trusted)
     try:
         yield
@@ -95,7 +96,7 @@ def cached_arrays(
 
 
 def _load(entry: Path, expected: Expected) -> Arrays | None:
-    """The arrays of an entry that is there and whole; a damaged one is logged."""
+    """The arrays of an entry that exists and is intact; a damaged one is logged."""
     if not entry.is_dir():
         return None
     try:
@@ -131,7 +132,7 @@ def _is_whole(entry: Path, expected: Expected) -> bool:
 
 
 def _checksum(array: np.ndarray) -> int:
-    """Of the values, not of the file: the same whoever wrote it."""
+    """A checksum of the values, not of the file: the same whoever wrote it."""
     return checksum(np.ascontiguousarray(array.reshape(-1)).view(np.uint8))
 
 
@@ -157,7 +158,7 @@ def _store(place: Path, key: str, expected: Expected, built: Arrays) -> Arrays |
 
 
 def _commit(temporary: Path, entry: Path, expected: Expected) -> None:
-    """Rename into place unless a whole entry is already there; a damaged one is moved away."""
+    """Rename into place unless an intact entry is already there; a damaged one is moved away."""
     if _renamed(temporary, entry) or _is_whole(entry, expected):
         return
     moved = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}.tmp")
@@ -208,7 +209,7 @@ def write_record(places: Sequence[Path], key: str, record: dict[str, Any]) -> No
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Drop what builders that were killed left behind."""
+    """Remove what killed builders left behind."""
     for path in place.glob(".*.tmp"):
         try:
             abandoned = time.time() - path.stat().st_mtime > ABANDONED_SECONDS

@@ -10,7 +10,7 @@ these names; `fourfold.data.readers` has a reader for each format,
 `fourfold.tools.prepare.writers` a writer.
 
 A `TokenDataset` is what a reader returns after validating everything but the ids. The ids
-themselves are checked by `check_ids`, which reads them all once where no manifest vouches for them.
+themselves are checked by `check_ids`, which reads them all once if no manifest vouches for them.
 
 A "document" here is what the originals index by: a sequence of the Megatron `.idx`, an entry of
 the FleetX `lens`. With sentence splitting each sentence counts as one.
@@ -52,7 +52,7 @@ class TokenFormat(NamedTuple):
 
     The first ending is that of the ids, the `path` of a `TokenDataset`. The `marks` are endings by
     which a directory is searched: a `.bin` alone may be anything. Index caches of all these systems
-    end otherwise (`_doc_idx.npy`, `.dsc`, ...) or lie in subdirectories, so they are never taken
+    end differently (`_doc_idx.npy`, `.dsc`, ...) or are in subdirectories, so they are never taken
     for data.
     """
 
@@ -104,7 +104,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def manifest_section(manifest: dict[str, Any] | None, key: str) -> dict[str, Any]:
-    """An object inside a manifest; empty where there is none, for it may have been edited."""
+    """An object inside a manifest; empty if there is none, because it may have been edited."""
     section = (manifest or {}).get(key)
     return section if isinstance(section, dict) else {}
 
@@ -125,8 +125,8 @@ class TokenizerRecord:
 class TokenDataset:
     """Documents of token ids: `ids` is flat, document d is `sizes[d]` tokens from its start.
 
-    `starts` are multiples of `start_unit` (a Megatron `.idx` counts bytes), so that the arrays of
-    a file can be used where they lie.
+    `starts` are multiples of `start_unit` (a Megatron `.idx` counts bytes), so that the arrays of a
+    file can be used in place.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class TokenDataset:
         return self.ids[first + start : first + stop]
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin among the ids, int64."""
+        """Where documents begin in `ids`, int64."""
         return np.asarray(self._starts[documents] // self._start_unit, np.int64)
 
     def count_tokens(self, first: int, last: int) -> int:
-        """Tokens of the documents first..last-1, which lie one after the other."""
+        """Tokens of the documents first..last-1, which follow each other."""
         if first >= last:
             return 0
         begin, end = (int(start) // self._start_unit for start in self._starts[[first, last - 1]])
@@ -208,7 +208,7 @@ class TokenDataset:
 
     @cached_property
     def tokenizer_record(self) -> TokenizerRecord | None:
-        """None without a manifest, or with one that says nothing of a tokenizer."""
+        """None without a manifest, or with one that does not name a tokenizer."""
         about = manifest_section(self.manifest, "tokenizer")
         identity, size, eos = about.get("identity"), about.get("vocab_size"), about.get("eos_id")
         if not isinstance(identity, str) or not isinstance(size, int):
@@ -294,7 +294,7 @@ class TokenDataset:
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError unless every id is in 0..vocab_size-1.
 
-        The manifest is believed for data that Fourfold wrote and whose files have the recorded
+        The manifest is trusted for data that Fourfold wrote and whose files have the recorded
         sizes. Otherwise the first call reads every token. The result is kept in the cache directory
         under the content's fingerprint and the file's time stamp, and so is, now and then, how far
         the reading has come, so that an interrupted start resumes there.
@@ -374,8 +374,8 @@ def blocks(array: np.ndarray) -> list[np.ndarray]:
 def passing_blocks(ids: np.ndarray) -> Iterator[np.ndarray]:
     """The blocks of a large array for one reading from start to end.
 
-    A mapped block's pages are given back when the next one is asked for; they would otherwise
-    count as this process's memory until all of the file does.
+    A mapped block's pages are released when the next one is requested; otherwise they would count
+    as this process's memory until all of the file did.
     """
     for block in blocks(ids):
         yield block

@@ -5,16 +5,16 @@
     shuffle index    the order in which samples are served
 
 Sample k is the tokens k*L to k*L + L of the documents laid end to end in that order: L+1 tokens,
-the last of which is also the first of sample k+1. Documents are repeated for as many epochs as
-the samples asked for need. If the last epoch would contribute less than 80 % of its samples, its
+the last of which is also the first of sample k+1. Documents are repeated for as many epochs as the
+requested samples need. If the last epoch would contribute less than 80 % of its samples, its
 documents and samples are shuffled apart from the earlier ones, so that it does not thin them out.
 
 The third order, elastic, is our own. Each epoch is cut and shuffled by itself, from random numbers
-of its own, so that what sample k holds does not depend on how many will be asked for. The tokens
-after an epoch's last whole sample (fewer than L, others each time) are left out of it.
+of its own, so that what sample k holds does not depend on how many samples are requested. The
+tokens after an epoch's last whole sample (fewer than L, others each time) are left out of it.
 
-Beside each sample index stands how many end-of-text tokens every sample holds (`open_counts`),
-which tells a rank how many tokens of the other ranks' samples count for the loss.
+Beside each sample index is the number of end-of-text tokens in every sample (`open_counts`), from
+which a rank knows how many tokens of the other ranks' samples count for the loss.
 
 Letters: D documents of the part, T tokens of the part, L sequence length, E epochs, N samples.
 """
@@ -116,7 +116,7 @@ def build_sample_index(
     """Find the document holding token k*L for every k, a block of documents at a time.
 
     Every row but the first points at a token, so empty documents are never pointed at; the first
-    row is the beginning, whatever lies there.
+    row is the beginning, whatever is there.
     """
     # Gathering from an array that is not aligned, as in an .idx file, copies it whole each time.
     sizes = np.require(sizes, requirements="A")
@@ -289,7 +289,7 @@ class EndPositions:
 
 
 def find_ends(datasets: Sequence[TokenDataset], token: int) -> EndPositions | None:
-    """Where `token` lies in all datasets; None where another rank should have found out."""
+    """The positions of `token` in all datasets; None if another rank should have found them."""
     found = [_find(dataset, token) for dataset in datasets]
     known = [each for each in found if each is not None]
     return EndPositions(datasets, known) if len(known) == len(found) else None

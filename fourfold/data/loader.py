@@ -46,7 +46,7 @@ class Batch:
 
 
 class Loader:
-    """Serves batches in any order; the `prefetch` after the last one asked are made meanwhile."""
+    """Serves batches in any order; the next `prefetch` batches are read ahead in the background."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Loader:
         )
 
     def _check_vocabulary(self, rows: np.ndarray, local_ids: np.ndarray) -> None:
-        """Check what a manifest only promised: that the ids are within the vocabulary."""
+        """Check what the manifest only claims: that the ids are within the vocabulary."""
         if self._vocab_size is None or rows.size == 0:
             return
         smallest, largest = int(rows.min()), int(rows.max())

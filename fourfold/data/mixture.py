@@ -5,9 +5,9 @@ within a source its samples come in their own order, none skipped. `Mixture.open
 as many as its share of the run needs.
 
 In the orders megatron and fleetx a mixture is what the originals make of the same weights: other
-weights or another length are another sequence. In elastic order a mixture may change while a run
-is under way. `MixtureProgress` says what was served before the present weights began; from there
-each source continues with the sample after the last one it served.
+weights or another length are another sequence. In elastic order a mixture may change during a run.
+`MixtureProgress` records what was served before the current weights took effect; from there each
+source continues with the sample after the last one it served.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class MixtureProgress:
-    """What had been served when the present weights began, counted by stream identity."""
+    """What had been served when the current weights took effect, counted by stream identity."""
 
     start: int = 0
     served: dict[str, int] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class Mixture:
     ) -> tuple[MixtureProgress, list[str]]:
         """The progress to resume a checkpoint's state with, and notices for the user.
 
-        With the checkpoint's weights the sequence continues as it was; other weights take effect
+        With the checkpoint's weights the sequence continues unchanged; other weights take effect
         here, and every source keeps its count, including those that are left out.
         """
         served = dict(state["served_before"])
@@ -213,7 +213,7 @@ class Mixture:
         kept = {member.identity for member in self.members}
         gone = [entry["name"] for entry in state["sources"] if entry["identity"] not in kept]
         left = f"; no longer served: {', '.join(gone)}" if gone else ""
-        notice = f"the mixture changes after {consumed} samples; it goes on with {goes_on}{left}"
+        notice = f"the mixture changes after {consumed} samples; it continues with {goes_on}{left}"
         return MixtureProgress(consumed, served), [notice]
 
 
@@ -257,9 +257,9 @@ def _counts(blend: cache.Arrays, size: int, sources: int) -> list[int]:
 def _within(blend: cache.Arrays, available: Sequence[int]) -> cache.Arrays:
     """The blend up to where a source would run out.
 
-    No source is ever asked for more than ceil(N w) of N samples: it is chosen only when it is
-    behind its share. But the rounded-up counts of many sources add up to more than N, and of the
-    samples after N one source may get most; there the originals stop with an error.
+    No source ever serves more than ceil(N w) of N samples: it is chosen only when it is behind its
+    share. But the rounded-up counts of many sources add up to more than N, and of the samples after
+    N one source may get most; there the originals stop with an error.
     """
     size = len(blend["source_index"])
     if all(map(le, _counts(blend, size, len(available)), available)):
@@ -271,7 +271,7 @@ def _within(blend: cache.Arrays, available: Sequence[int]) -> cache.Arrays:
 def _holding_tokens(
     sources: Sequence[DataSource], streams: Sequence[SampleStream], part: str
 ) -> tuple[list[DataSource], list[SampleStream]]:
-    """Without the sources whose part has no tokens, which is said; training must have all."""
+    """Without the sources whose part has no tokens, which is logged; training must have all."""
     empty = [source.name for source, s in zip(sources, streams) if s.tokens_per_epoch == 0]
     if empty and (part == "train" or len(empty) == len(sources)):
         raise DataError(
@@ -389,7 +389,7 @@ def choose_sources(shares: np.ndarray, size: int) -> np.ndarray:
 
 
 def _wrong(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The stretches that did not begin where the one before them ended."""
+    """The stretches that do not begin where the previous one ended."""
     return np.flatnonzero((begin[1:] != end[:-1]).any(axis=1)) + 1
 
 

@@ -3,7 +3,7 @@
 `map_npy` and `NpzFile.array` return one-dimensional integer arrays or raise `DataError` naming the
 file and the field. Nothing in a file is trusted: the header is matched against a pattern rather
 than evaluated, its counts must add up to the bytes present, every zip member must match its CRC,
-and compressed members may only expand so far.
+and compressed members may only expand up to a limit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `open_datasets` turns directories, prefixes and file names into `TokenDataset`s. Everything in a
 file but the ids is checked against the file's size and against itself before a token is read, by
-the first rank of a run.
+rank 0 of a run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXPECTED = f"expected {', '.join(_FILES[:-1])} or {_FILES[-1]}"
 def open_datasets(input_dir: str | Path | Sequence[str | Path]) -> list[TokenDataset]:
     """Open every dataset of a directory (sorted, not recursive), a prefix, a file, or a list.
 
-    A string with blanks that names nothing by itself is a list of what its pieces name.
+    A string with blanks that is not itself a path is split into a list of paths.
     """
     if isinstance(input_dir, str) and len(input_dir.split()) > 1 and not _exists(Path(input_dir)):
         input_dir = input_dir.split()
@@ -61,7 +61,7 @@ def open_datasets(input_dir: str | Path | Sequence[str | Path]) -> list[TokenDat
 def prepared_name(output_prefix: Path) -> Path:
     """`x_text_document` for `x`, where that is the only dataset of such a name; else `x`.
 
-    Megatron's way of preparing takes the one as output prefix and writes the other.
+    Megatron's preprocessing takes the first as output prefix and writes the second.
     """
     pattern = f"{glob.escape(output_prefix.name)}_*_document.idx"
     files = output_prefix.parent.glob(pattern) if output_prefix.name else ()
@@ -77,7 +77,7 @@ def full_name(path: Path) -> Path:
 
 
 def find_prefixes(path: Path) -> list[Path]:
-    """The datasets a directory, prefix or file name stands for, whole or not.
+    """The datasets a directory, prefix or file name stands for, complete or not.
 
     Unlike `open_datasets` this reads nothing but names and manifests, so that a dataset with a
     file missing is found too.
@@ -119,7 +119,7 @@ def _open_one(path: Path) -> list[TokenDataset]:
 
 
 def _formats_of(path: Path) -> set[str]:
-    """The format a file name asks for, or the formats for which a prefix has files."""
+    """The format a file name implies, or the formats for which a prefix has files."""
     for name, form in FORMATS.items():
         if path.name.endswith(form.endings) and path.is_file():
             return {name}

@@ -2,13 +2,13 @@
 
 A `SampleSpec` says how samples are cut and ordered. With several datasets the split is applied to
 each, and the documents of the part follow each other in the order of the datasets. Which tokens
-sample i holds depends on what `fingerprint` covers, and on nothing else: the content, the split,
-the part, seq_len, the seed and the order.
+sample i holds depends only on what `fingerprint` covers: the content, the split, the part, seq_len,
+the seed and the order.
 
 In the orders megatron and fleetx `num_samples` decides the number of epochs, and with it the whole
-order: opening the same data for more samples may reshuffle all of them, as in the originals. In
-the order elastic it decides nothing: sample i is the same however many are asked for. `len` is
-what the epochs hold, at least `num_samples`, or 0 if the part has no tokens.
+order: opening the same data for more samples may reshuffle all of them, as in the originals. In the
+order elastic it has no influence: sample i is the same however many are requested. `len` is what
+the epochs hold, at least `num_samples`, or 0 if the part has no tokens.
 
 The split gives training, validation and test contiguous ranges of documents in file order:
 
@@ -118,7 +118,7 @@ class SampleSpec:
 
 @dataclass(frozen=True)
 class SampleStream:
-    """The samples of one part in one order, without end: what decides them, and its counts."""
+    """The endless stream of samples of one part in one order: what determines it, its counts."""
 
     spec: SampleSpec
     inputs: dict[str, Any]
@@ -155,8 +155,8 @@ class SampleStream:
 class Samples:
     """Random access to the samples of one part; `Samples.open` builds or finds the indices.
 
-    `identity` names the endless stream of samples; `fingerprint` also covers how many of them
-    were asked for where, as in the originals' orders, that changes them all.
+    `identity` names the endless stream of samples; `fingerprint` also covers how many of them were
+    requested if, as in the originals' orders, that changes them all.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class Samples:
         return sum(int(np.count_nonzero(span == token)) for span in spans) - last
 
     def index_ends(self, token: int) -> None:
-        """Count `token` in every sample, or find it counted, so that `count_all` need not read.
+        """Count `token` in every sample, or load the counts, so that `count_all` need not read.
 
-        Where another rank should have counted and left nothing, nothing is done.
+        If another rank should have counted and left nothing, nothing is done.
         """
         ends = find_ends(self.sources, token)
         if ends is not None:
@@ -405,7 +405,7 @@ class IndexShards:
         return sorted(self._opened)
 
     def locations(self) -> list[Path]:
-        """Where the shards opened so far are kept; without those that could not be."""
+        """Where the shards opened so far are cached; without those that could not be."""
         found = [cache.location(self._places, self._keys[shard]) for shard in self.opened]
         return [place for place in found if place is not None]
 

@@ -88,7 +88,8 @@ def all_datasets(splits: dict[str, SplitData]) -> list[TokenDataset]:
 
 
 def check_splits(config: Config, splits: dict[str, SplitData]) -> list[str]:
-    """Raise DataError for tokens the model or the tokenizer cannot mean; returns remarks."""
+    """Raise DataError for tokens outside the model's or the tokenizer's vocabulary; returns
+    notices."""
     dataset, vocab_size = config.Data.dataset, config.Model.vocab_size
     datasets = all_datasets(splits)
     remarks = check_agreement(
@@ -144,7 +145,7 @@ def _sources(
 
     if recipe.weights is None:
         if not recipe.paths:
-            raise DataError("no dataset was named: an empty list says nothing to read")
+            raise DataError("no dataset was named: the list is empty")
         datasets = [dataset for path in recipe.paths for dataset in datasets_at(path)]
         return [DataSource(str(recipe), 1.0, datasets)]
     return [

@@ -1,9 +1,9 @@
 """Tokenizer provenance: do data, tokenizer, model and checkpoint agree on what a token id means?
 
-Data that `fourfold data prepare` made says in its manifest which tokenizer made it. Ids of another
-tokenizer train without any error into a model that writes nonsense, so a difference is refused
-unless `Data.dataset.allow_tokenizer_mismatch` asks for it. Data without a manifest is taken on
-trust; that its ids are inside the vocabulary is checked elsewhere, always.
+The manifest of data from `fourfold data prepare` records the tokenizer. Ids of another tokenizer
+train without any error into a model that writes nonsense, so a difference is refused unless
+`Data.dataset.allow_tokenizer_mismatch` is set. Data without a manifest is taken on trust; that its
+ids are inside the vocabulary is checked elsewhere, always.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
 
 GPT2_EOS = 50256
-REMEDY = "to train all the same, set Data.dataset.allow_tokenizer_mismatch=True"
+REMEDY = "to train anyway, set Data.dataset.allow_tokenizer_mismatch=True"
 
 
 def tokenizer_of(datasets: Sequence[TokenDataset]) -> str | None:
@@ -47,7 +47,7 @@ def find_end_of_text(config: Config, datasets: Sequence[TokenDataset]) -> tuple[
 def find_tokenizer(dataset: TokenDataset) -> tuple[Tokenizer | None, str | None]:
     """The tokenizer the data was made with, or None and the reason.
 
-    The manifest's name for it is tried as it stands and from the data's directory, then
+    The path in the manifest is tried as it is and relative to the data's directory, then
     `tokenizer.json` there and one above. Only one with the recorded identity is taken.
     """
     made_with = manifest_section(dataset.manifest, "tokenizer")
@@ -126,7 +126,7 @@ def check_checkpoint_tokenizer(
     text = (
         f"{checkpoint} was trained on data made with another tokenizer ({_short(str(saved))}) than "
         f"the data named now ({_short(present.identity)}): the model knows each id as another "
-        "text; go on with data of the checkpoint's tokenizer, or start a new run"
+        "text; continue with data of the checkpoint's tokenizer, or start a new run"
     )
     if not allowed:
         raise DataError(f"{text}; {REMEDY}")

@@ -31,7 +31,7 @@ def build_engine(
 ) -> Engine:
     """The run that `config` describes, on this rank of `world_size`.
 
-    `prediction` is what a plan said of this run; it is compared with what happens.
+    `prediction` is what a plan predicted for this run; it is compared with what happens.
     """
     heartbeat.beat(0, "start")
     layout = layout_of(config)

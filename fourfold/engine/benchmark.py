@@ -1,8 +1,8 @@
-"""The result of a benchmark: what `fourfold bench` says about the records of a few iterations.
+"""The result of a benchmark: what `fourfold bench` reports about a few iterations.
 
 The figure is the median over the iterations that count; the first ones, which also allocate,
-compile and fill caches, do not. FLOP/s are given by two conventions, because each of them is what
-some published number means.
+compile and fill caches, do not. FLOP/s are given by two conventions, because published numbers use
+either.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Measurement:
         return asdict(self) | {"not_measured": NOT_MEASURED}
 
     def lines(self) -> list[str]:
-        """For people, a subject a line."""
+        """For people, one line per subject."""
         spread = f"{_figure(self.min_seconds)} to {_figure(self.max_seconds)}"
         mfu = self.peak_source if self.mfu is None else f"{self.mfu:.1%} of {self.peak_source}"
         rows = [
@@ -77,7 +77,7 @@ def measurement(
     warmup: int,
     peak: Peak,
 ) -> Measurement:
-    """What the training records of a run say, one of each iteration, after `warmup` of them."""
+    """The result from the training records of a run, one per iteration, after `warmup` of them."""
     counted = records[warmup:]
     assert counted, "nothing was measured"
     seconds = [record["batch_seconds"] for record in counted]

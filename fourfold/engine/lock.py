@@ -1,12 +1,11 @@
 """One run at a time in an output directory.
 
 The supervisor of a run, or where there is none its rank 0, holds the file `.lock` there. It is
-locked by `flock`, which processes forked later hold too, and which the kernel undoes when the last
-of them has ended, however it ended: a dead run keeps nobody out.
+locked by `flock`, which processes forked later hold too, and which the kernel releases when the
+last of them has ended, however it ended: a dead run keeps nobody out.
 
-On a file system without such locks the file is a lease. Its holder renews it every few seconds, and
-it is void when it was not renewed for `LEASE_SECONDS`, or at once when its process has ended on
-this machine.
+On a file system without such locks the file is a lease. Its holder renews it every few seconds; it
+expires after `LEASE_SECONDS` without renewal, or at once if its process has ended on this machine.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Claim:
         return not self._released.is_set()
 
     def release(self) -> None:
-        """Give it up; where it was inherited, only for this process."""
+        """Release it; if it was inherited, only for this process."""
         if not self.is_held:
             return
         self._released.set()
@@ -82,7 +81,7 @@ _held: WeakValueDictionary[Path, Claim] = WeakValueDictionary()
 
 
 def claim(output_dir: Path) -> Claim:
-    """Make the directory and keep others out of it; a `UserError` if a run is at work there."""
+    """Make the directory and keep others out of it; a `UserError` if a run is using it."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir.resolve() / LOCK_FILE
@@ -152,7 +151,7 @@ def _lease(path: Path) -> Claim:
 
 
 def _is_void(path: Path, now: float) -> bool:
-    """`now` is by the clock of the file system, which may not be ours."""
+    """`now` is the file system's time, whose clock may not be ours."""
     try:
         renewed = path.stat().st_mtime
     except FileNotFoundError:
@@ -170,7 +169,7 @@ def _is_void(path: Path, now: float) -> bool:
 
 
 def _introduction() -> tuple[str, str]:
-    """A token of our own, and what the file says of us."""
+    """A token of our own, and what the file says about us."""
     token = secrets.token_hex(8)
     owner = {
         "host": socket.gethostname(),
@@ -182,7 +181,7 @@ def _introduction() -> tuple[str, str]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What the holder says of itself; empty where it is not to be read."""
+    """What the holder says about itself; empty if it cannot be read."""
     try:
         owner = json.loads(path.read_bytes()[:4096])
     except (OSError, ValueError, RecursionError):

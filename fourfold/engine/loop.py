@@ -32,7 +32,7 @@ from fourfold.signals import StopRequest
 
 
 class Engine:
-    """A run: model, data, optimizer and the place they are saved to."""
+    """A run: model, data, optimizer and the directory they are saved to."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Engine:
         claim: Claim | None = None,
         prediction: Prediction | None = None,
     ) -> None:
-        """Of what `build_engine` made; nothing is opened, built or connected here."""
+        """From the parts `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
         self.data = data
         self.runner = runner
@@ -69,9 +69,9 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------
 
     def fit(self, *, save: bool = True) -> None:
-        """Train from where the run stands to `max_steps`, then test. Returns early on a stop.
+        """Train from the current step to `max_steps`, then test. Returns early on a stop.
 
-        Without `save` it leaves no checkpoint and no picture: the run is only to be watched.
+        Without `save` it leaves no checkpoint and no picture: the run is only a measurement.
         """
         with ExitStack() as closing:
             # Closed in the reverse order; one that fails does not keep the others from it.
@@ -112,7 +112,7 @@ class Engine:
         self.notices += restored.notices
 
     def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
-        """All steps to the last, or to a stop; whether it was one."""
+        """All steps up to the last, or to a stop; returns whether it was stopped."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
         if self.step >= engine.max_steps:
             sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
@@ -146,8 +146,8 @@ class Engine:
     ) -> tuple[float, float, bool]:
         """Forward, backward and, unless something is not finite, the update.
 
-        Returns the loss, the norm of the gradient and whether any rank was asked to stop: what
-        all ranks must decide alike, they learn together.
+        Returns the loss, the norm of the gradient and whether any rank was asked to stop: what all
+        ranks must decide alike travels in one all-reduce.
         """
         scale = self.loss_scale.value if self.loss_scale else 1.0
         with meter.timed("forward_backward", self.step):
@@ -172,7 +172,7 @@ class Engine:
         return loss, norm, stops > 0
 
     def _samples_of_step(self) -> range:
-        """The samples of the present step's global batch, on all ranks."""
+        """The samples of the current step's global batch, on all ranks."""
         return self.batch_schedule.samples_of(self.step - 1)
 
     @excluded()
@@ -181,7 +181,7 @@ class Engine:
     ) -> bool:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones.
 
-        Whether any rank was asked to stop meanwhile; what was evaluated until then is no result.
+        Returns whether any rank was asked to stop meanwhile; the partial mean is then no result.
         """
         split = "valid" if part == "eval" else "test"
         if not len(self.data.samples.get(split, ())) or iterations == 0:
@@ -221,7 +221,7 @@ class Engine:
     # -- reporting --------------------------------------------------------------------------
 
     def _open_instruments(self, closing: ExitStack) -> Monitoring:
-        """Monitoring; says everything the run derived before its first step."""
+        """Monitoring; prints everything the run derived before its first step."""
         config, precision = self.config, self.runner.precision
         watch = Monitoring(
             config, self.mesh, self.device, precision, self.step, closing, self.prediction
@@ -272,7 +272,7 @@ def _due(step: int, every: int) -> bool:
 
 @dataclass
 class NonFiniteGuard:
-    """Decides whether an update is applied and when enough is enough."""
+    """Decides whether an update is applied, and stops the run after too many skipped ones."""
 
     limit: int
     skipped: int = 0

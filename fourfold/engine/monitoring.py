@@ -139,7 +139,7 @@ def _profiler(config: Config, mesh: Mesh, sinks: Sinks) -> ProfilerWindow:
 
 
 def line_style(config: Config, world_size: int) -> LineStyle:
-    """The log lines asked for, with what they have to know about the run."""
+    """The requested log style, with what it has to know about the run."""
     if config.Engine.log_style == "fleetx":
         return FleetXLines()
     seq_len = config.Data.dataset.max_seq_len

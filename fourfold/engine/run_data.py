@@ -24,7 +24,7 @@ from fourfold.tokenizer import Tokenizer
 
 @dataclass
 class RunData:
-    """Samples and loaders of the parts that have data, and what they stand on."""
+    """Samples and loaders of the parts that have data, and their sources."""
 
     config: Config
     data_ranks: tuple[int, int]  # this process, of how many
@@ -45,8 +45,8 @@ class RunData:
 
     def keep_tokenizer(self, output_dir: Path) -> list[str]:
         """Copy the tokenizer of the data beside the checkpoints, where `convert` and others look
-        for it: a path in a configuration holds only where the run was started, and until somebody
-        moves the file. One that is there stays. Returns what the user should know."""
+        for it: a path in a configuration is valid only where the run was started, and until
+        somebody moves the file. An existing copy is kept. Returns what the user should know."""
         file = output_dir / "tokenizer.json"
         try:
             if not file.exists() and (tokenizer := self._tokenizer()) is not None:
@@ -81,7 +81,7 @@ class RunData:
         }
 
     def _masks(self) -> dict[str, Any]:
-        """What decides which tokens are learnt from and attended to."""
+        """The settings that decide which tokens are learnt from and attended to."""
         dataset = self.config.Data.dataset
         return {
             "eos_token_id": self.eos_token_id,
@@ -91,7 +91,7 @@ class RunData:
         }
 
     def restore(self, state: dict[str, Any], consumed: int, checkpoint: str) -> list[str]:
-        """Go on after a checkpoint with such a state; returns what the user should know."""
+        """Continue after a checkpoint with this state; returns what the user should know."""
         dataset = self.config.Data.dataset
         # The only rule there was, before checkpoints recorded which.
         self._check_split(state.get("split_rounding", "megatron_deepspeed"), checkpoint)
@@ -128,7 +128,7 @@ class RunData:
                         f"{checkpoint} was trained with the documents {was.start} to {was.stop} of "
                         f"{dataset.path} as its {name} part, which are {now.start} to {now.stop} "
                         f"with Data.dataset.split_rounding={part.spec.split_rounding}; set "
-                        f"Data.dataset.split_rounding={saved} to go on with the same data"
+                        f"Data.dataset.split_rounding={saved} to continue with the same data"
                     )
 
     def _go_on(self, train: Mixture, state: dict[str, Any], consumed: int) -> list[str]:
@@ -169,8 +169,7 @@ def open_run_data(
 ) -> RunData:
     """Open and check the data, and size each part for the whole run as the originals do.
 
-    With `checked` another rank of the same start has just done so, and nothing is read through
-    again.
+    With `checked` another rank of the same start has just done so, and nothing is read again.
     """
     with cache.trusting(checked):
         return _open(config, layout, data_rank)

@@ -1,4 +1,4 @@
-"""Saving a run and going on with one: what is written, what is checked when it is read.
+"""Saving and resuming a run: what is written, what is checked when it is read.
 
 Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
 checkpoint restores is short: weights, moments, the loss scale, one integer, and what a mixture
@@ -40,7 +40,7 @@ OVERHEAD = 1.01
 
 @dataclass
 class Saves:
-    """What became of a run's saves so far; the same on all ranks."""
+    """The outcome of a run's saves so far; the same on all ranks."""
 
     most_failed: int  # in a row; 0 is any number
     pending: PendingSave | None = None
@@ -67,10 +67,10 @@ def save(
     stop: StopRequest | None = None,
     final: bool = True,
 ) -> str:
-    """Write the run as it stands, or begin to; the name of its checkpoint.
+    """Save the run's current state, or start to; returns the name of its checkpoint.
 
-    A save that fails is tried again. One that goes on failing is told to `sinks`, and the run goes
-    on; but the final save of a run is written when this returns, or raises.
+    A save that fails is retried. One that keeps failing is reported to `sinks` and the run
+    continues; but the final save of a run is written when this returns, or raises.
     """
     sinks = Sinks() if sinks is None else sinks
     with meter.timed("save", run.step):
@@ -85,7 +85,7 @@ def save(
 
 
 def save_what_is_left(run: Engine, meter: Meter, sinks: Sinks, stop: StopRequest) -> str:
-    """Where the weights of a run that gives up are: in a last checkpoint, if it can be written."""
+    """Where the weights of a run that aborts are: in a last checkpoint, if it can be written."""
     try:
         return save(run, meter, sinks, stop)
     except CheckpointError as error:
@@ -93,7 +93,7 @@ def save_what_is_left(run: Engine, meter: Meter, sinks: Sinks, stop: StopRequest
 
 
 def finish(run: Engine, sinks: Sinks | None = None) -> None:
-    """Wait for the save under way; none is ever dropped for a later one."""
+    """Wait for the save in progress; none is ever dropped for a later one."""
     pending, run.saves.pending = run.saves.pending, None
     if pending is None:
         return
@@ -108,9 +108,9 @@ def finish(run: Engine, sinks: Sinks | None = None) -> None:
 
 @contextmanager
 def finishing(run: Engine) -> Iterator[None]:
-    """Whatever ends a run, except an interrupt: the save under way comes to its end before.
+    """Whatever ends a run, except an interrupt, first lets the save in progress finish.
 
-    Other ranks may be elsewhere, so no word is exchanged with them.
+    Other ranks may be elsewhere, so there is no communication with them.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def finishing(run: Engine) -> Iterator[None]:
 
 
 def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: bool) -> str | None:
-    """Save, again and again if it fails; why it failed at last. All ranks take the same turns."""
+    """Save, with retries; returns why the last one failed. All ranks make the same attempts."""
     asked_before = stop is not None and stop.reason() is not None
     for pause in (*RETRY_SECONDS, None):
         try:
@@ -152,7 +152,7 @@ def _save_once(run: Engine, in_background: bool) -> None:
 
 
 def _pause(seconds: float, stop: StopRequest | None) -> bool:
-    """Wait, and whether that was cut short by a request to stop."""
+    """Wait; returns whether a request to stop cut it short."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         heartbeat.alive()
@@ -163,7 +163,7 @@ def _pause(seconds: float, stop: StopRequest | None) -> bool:
 
 
 def _tell_failure(run: Engine, sinks: Sinks, step: int, reason: str, final: bool) -> None:
-    """Say what failed; raise if the run must not go on."""
+    """Report what failed; raise if the run must not continue."""
     saves, limit = run.saves, run.saves.most_failed
     saves.failed_in_a_row += 1
     if final:
@@ -175,7 +175,7 @@ def _tell_failure(run: Engine, sinks: Sinks, step: int, reason: str, final: bool
         )
     sinks.event("failed_save", step=step, reason=reason)
     sinks.notice(
-        f"{reason}; {saves.told_last_good()}. The run goes on and saves again at the next "
+        f"{reason}; {saves.told_last_good()}. The run continues and saves again at the next "
         f"interval; saves that have failed in a row: {saves.failed_in_a_row}, allowed: "
         f"{limit - 1 if limit else 'any number'}",
         level="ERROR",
@@ -186,10 +186,10 @@ def _tell_failure(run: Engine, sinks: Sinks, step: int, reason: str, final: bool
 
 
 def check_room(run: Engine) -> list[str]:
-    """Compare what the run is going to save with the room there is; a collective.
+    """Compare what the run is going to save with the free space; a collective.
 
-    All ranks write to one file system, so it is the sum of their parts that must fit. Where it does
-    for a checkpoint, but not for all that are to come, that is a notice.
+    All ranks write to one file system, so the sum of their parts must fit. Room for one checkpoint,
+    but not for all that are to come, is a notice.
     """
     (written,) = run.mesh.all_reduce(bytes_to_save(run.runner, run.optimizer))
     problem, notices = None, list[str]()
@@ -203,7 +203,7 @@ def check_room(run: Engine) -> list[str]:
 
 
 def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
-    """Why the run cannot save at all, and what it should know if it can."""
+    """Why the run cannot save at all, and notices if it can."""
     section, step = run.config.Engine.save_load, run.step
     every = section.save_steps if section.save_steps > 0 else run.config.Engine.max_steps
     to_come = -(-run.config.Engine.max_steps // every) - step // every
@@ -250,7 +250,7 @@ def _state(run: Engine) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run continues with beside its tensors, which are filled in place."""
+    """The state a run continues with besides its tensors, which are filled in place."""
 
     path: str  # of the checkpoint
     notices: list[str]
@@ -280,7 +280,7 @@ def resume(run: Engine) -> Restored | None:
 
 
 def _choose(run: Engine) -> tuple[Path, bool] | None:
-    """Where to start from, and whether there are only weights."""
+    """Where to start from, and whether it has only weights."""
     try:
         found = _source(run.config, run.output_dir)
         return None if found is None else (found, _holds_weights_only(found))
@@ -312,7 +312,7 @@ def _continue(run: Engine, where: str) -> Restored:
 
 
 def _take_weights(run: Engine, where: str) -> Restored:
-    """Step 0 with the weights of a converted checkpoint; moments and data begin anew."""
+    """Step 0 with the weights of a converted checkpoint; moments and data start afresh."""
     tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
     weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}
     hashes = run.config.Engine.save_load.verify_hashes
@@ -330,8 +330,8 @@ def _take_weights(run: Engine, where: str) -> Restored:
 def _source(config: Config, output_dir: Path) -> Path | None:
     """Where to resume from, if anywhere.
 
-    A job that is started again with the same arguments goes on with its own checkpoints, even
-    where `ckpt_dir` names the run it first came from. A `ckpt_dir` inside the run is obeyed.
+    A job that is restarted with the same arguments resumes from its own checkpoints, even if
+    `ckpt_dir` names the run it first came from. A `ckpt_dir` inside the run is obeyed.
     """
     save_load = config.Engine.save_load
     own = output_dir if save_load.auto_resume and checkpoint.candidates(output_dir) else None
@@ -361,19 +361,19 @@ def tensors_to_save(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
 
 
 def bytes_to_save(runner: Runner, optimizer: Optimizer) -> int:
-    """How much of a checkpoint is this rank's part."""
+    """Bytes of a checkpoint that this rank writes."""
     return sum(shard.local.nbytes for shard in tensors_to_save(runner, optimizer).values())
 
 
 def tensors_to_load(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
-    """What this rank wants filled."""
+    """The tensors of this rank that a load fills."""
     keys = runner.shards_to_load().keys()
     return {name: shard for key, name, shard in _shards(runner, optimizer) if key in keys}
 
 
 @torch.no_grad()
 def sync_tied_copy(runner: Runner, optimizer: Optimizer) -> None:
-    """After a load: bring what was not filled in line with what was."""
+    """After a load: update what was not filled from what was."""
     moments = optimizer.named_moments()
     for copy, original in runner.tied_copies.items():
         for moment in optimizer.MOMENTS:

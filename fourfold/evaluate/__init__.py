@@ -1,4 +1,4 @@
-"""Evaluation of trained models: `evaluate(config)` measures what the `Eval` section asks for.
+"""Evaluation of trained models: `evaluate(config)` measures what the `Eval` section selects.
 
 | Eval keys                    | measured                                                          |
 |------------------------------|-------------------------------------------------------------------|

@@ -9,7 +9,7 @@
     python -m fourfold.evaluate.harness --model fourfold --model_args config=config.yaml ...
 
 `lm_eval` is not a dependency: it is imported where it is needed, for the base class its models must
-have and for its command. What the model answers is in `Answers`, which knows nothing of it.
+have and for its command. The model's answers come from `Answers`, which knows nothing of `lm_eval`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Answers:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log-probability of each text from its first token on.
 
-        The first token is judged after an end of text. Windows lie side by side, each beginning
+        The first token is scored after an end of text. Windows lie side by side, each beginning
         with the last token of the one before it; the last reaches back as far as the model's
         positions do.
         """
@@ -72,7 +72,8 @@ class Answers:
         return totals
 
     def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """Continuations without the stop strings that ended them, written `batch_size` at once."""
+        """Continuations without the stop strings that ended them, generated `batch_size` at a
+        time."""
         groups: dict[tuple[Options, tuple[str, ...]], list[tuple[int, list[int]]]]
         groups = defaultdict(list)
         for place, (context, settings) in enumerate(requests):
@@ -156,8 +157,8 @@ def _model_class() -> Any:
         """Requests in, answers in the same order out; `args` of a request are its strings."""
 
         def __init__(self, config: Config | str, **options: Any) -> None:
-            """`options` are what the harness's command got: its own, and --model_args, of
-            which those with a dot are configuration keys."""
+            """`options` are those of the harness's command: its own, and --model_args, of which
+            those with a dot are configuration keys."""
             super().__init__()
             if isinstance(config, str):
                 config = load_config(config, _overrides(options))

@@ -1,7 +1,7 @@
 """Evaluation of a checkpoint: from an `Eval` section to a table of results.
 
 evaluate(config)      perplexity of a text, cloze accuracy (LAMBADA), or loss of prepared data
-measure_cloze(...)    how often the model finds the last word of a text
+measure_cloze(...)    how often the model predicts the last word of a text
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Result:
 
 
 def evaluate(config: Config, on_notice: Notice = print) -> Result:
-    """Measure what `config.Eval` names; `on_notice` hears of progress."""
+    """Measure what `config.Eval` names; progress goes to `on_notice`."""
     section, dataset = config.Eval, config.Data.dataset
     if section.eval_path is None and dataset.input_dir is None and dataset.train_data is None:
         raise UserError(
@@ -82,7 +82,7 @@ def evaluate(config: Config, on_notice: Notice = print) -> Result:
 
 
 def _without_effect(section: Any) -> list[str]:
-    """Keys that were given and say nothing about what is measured."""
+    """Keys that were set but do not apply to this measure."""
     if section.eval_path is None:
         idle = {"cloze_eval", "detokenize"}
     elif section.cloze_eval:
@@ -174,10 +174,10 @@ def _progress(every: int, on_notice: Notice) -> Callable[[int], None]:
 
 @dataclass(frozen=True)
 class Cloze:
-    """How many last words were found.
+    """How many last words were predicted.
 
-    The word is what follows the last blank, encoded with a blank before it and apart from the text
-    before it. It is found if each of its tokens is the most probable one there.
+    The word is what follows the last blank, encoded with a blank before it and separately from the
+    text before it. It counts as predicted if each of its tokens is the most probable one there.
     """
 
     correct: int

@@ -91,7 +91,7 @@ def measure_loss(
 ) -> Loss:
     """The loss of the pieces; what follows `ignored_input` (the end of text) does not count.
 
-    `token_bytes` tells how many bytes of text each id stands for.
+    `token_bytes` is the number of bytes of text each id stands for.
     """
     requests, scored = tee(windows(pieces, seq_len, stride))
     total, counted, num_bytes = 0.0, 0, 0
@@ -153,7 +153,7 @@ def detokenize_wikitext(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Words as the benchmark counts them: what stands between single blanks."""
+    """Words as the benchmark counts them: whatever is between single blanks."""
     return len(text.strip().split(" "))
 
 
@@ -163,7 +163,7 @@ def count_words(text: str) -> int:
 def read_part(config: Config) -> tuple[Iterator[np.ndarray], int | None]:
     """Tokens of the part `Eval.part`, at most `Eval.max_tokens`, and the end-of-text id if known.
 
-    They come in pieces, read from the files as they are asked for.
+    They come in pieces, read from the files on demand.
 
     A weighted mixture is read as its sources, whole and one after the other: what is measured is
     the data, not the order training would take it in.

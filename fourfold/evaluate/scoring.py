@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens: the computation behind every measure, and behind echo with
 `logprobs` of the server.
 
-Sequences are padded behind their end, where a causal network does not look, so a result does not
+Sequences are padded after their end, where a causal network does not look, so a result does not
 depend on what it was batched with. Logits are only made for the tokens that are scored.
 
 Letters: B sequences, T positions, D hidden, M scored tokens, V vocabulary, K alternatives.
@@ -28,7 +28,7 @@ BATCHES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """How probable are the last `scored` tokens, each after all that stand before it?"""
+    """A request to score the last `scored` tokens, each after all tokens before it."""
 
     tokens: Sequence[int] | np.ndarray
     scored: int
@@ -75,7 +75,7 @@ class Scorer:
         self.max_tokens = decoder.max_positions + 1
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Score]:
-        """`on_batch` is told the number of batches so far after each."""
+        """`on_batch` is called after each batch with the number of batches so far."""
         remaining = iter(requests)
         batches = 0
         while taken := list(islice(remaining, self._batch_size * BATCHES_AT_ONCE)):

@@ -1,11 +1,12 @@
-"""Text out of a model: sampling, greedy search and beam search.
+"""Text generation: sampling, greedy search and beam search.
 
     module = GenerationModule(config)          configuration and checkpoint -> texts (module.py)
     module.generate("Once")                    -> ["Once upon a time ..."]
 
 Below it, each usable alone: `complete` and `generate` for batches of texts and of ids, `Session`
-for sequences that come and go (a server), `beam_search`, and `Decoder`, the network with its cache.
-Lengths count new tokens. Prompt and continuation together must fit into the model's positions.
+for sequences that come and go (a server), `beam_search`, and `Decoder`, the network with its KV
+cache. Lengths count new tokens. Prompt and continuation together must fit into the model's
+positions.
 """
 
 from fourfold.generate.completion import Continuation, TextStream, beam_search, complete, generate

@@ -1,7 +1,7 @@
 """Text completion: prompts in, continuations out; ids with `generate`, texts with `complete`.
 
 Sampling and greedy search run in a `Session`; beam search (`beam_search`) is here. `TextStream`
-turns ids into text while they arrive: no half characters, and nothing behind a stop string.
+turns ids into text while they arrive: no half characters, and nothing after a stop string.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SLOTS = 64
 
 @dataclass
 class Continuation:
-    """New ids without the end of text, and, of `complete`, their text without the prompt."""
+    """New ids without the end of text and, from `complete`, their text without the prompt."""
 
     ids: list[int] = field(default_factory=list)
     finish: str = ""  # "stop" at the end of text or a stop string, "length" at max_dec_len
@@ -47,7 +47,8 @@ def generate(
 ) -> list[list[Continuation]]:
     """`num_return_sequences` continuations of each prompt.
 
-    Each is what its prompt gives alone: neither the other prompts nor their number change it.
+    Each is what its prompt would produce alone: neither the other prompts nor their number change
+    it.
     """
     for prompt in prompts:
         check_prompt(prompt, options, network.max_positions, vocab_size)
@@ -157,10 +158,10 @@ CONTEXT = 4
 
 
 class TextStream:
-    """`feed` gives the text an id adds; what may yet change is held back until it cannot.
+    """`feed` returns the text an id adds; what may still change is held back until it cannot.
 
     Held back are the bytes of an unfinished character, and an end that may become a stop string.
-    A stop string and all behind it are never given out; `stopped` is true from then on.
+    A stop string and all after it are never returned; `stopped` is true from then on.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -284,7 +285,7 @@ def _extensions(
     options: Options,
     eos_id: int | None,
 ) -> list[tuple[int, Beam]]:
-    """The best ways to go on, each with the beam it extends; best first."""
+    """The best continuations, each with the beam it extends; best first."""
     logprobs = torch.log_softmax(logits, dim=-1)  # (beams, V)
     totals = torch.stack(
         [

@@ -1,15 +1,15 @@
-"""The network as generation runs it: one row per sequence, and a cache of keys and values.
+"""Decoding with a KV cache: the network as generation runs it, one row per sequence.
 
     read(prompts)      takes in whole prompts, a new row for each         -> logits (new rows, V)
     advance(tokens)    takes in one more token of every row               -> logits (rows, V)
     arrange(rows)      row i becomes a copy of row rows[i]; the rest are forgotten
     wipe(rows)         zeros in place of what these rows stored
-    broadcast_choices  what the first rank of those that run the network together chose
+    broadcast_choices  the choice of the first of the ranks that run the network together
 
 Logits are those after the last token of a row, in float32. The cache is allocated once, by
-`reserve`; a row's place in it is its number, so rows stay dense and attention reads it as it lies.
-Prompts of different lengths are padded behind their end, where a causal network does not look, and
-rows of different lengths are told apart by a mask, so a row is never affected by its neighbours.
+`reserve`; a row's place in it is its number, so rows stay dense and attention reads it in place.
+Prompts of different lengths are padded after their end, where a causal network does not look, and
+rows of different lengths are masked, so a row is never affected by its neighbours.
 
 Letters: N rows, T positions, H heads, K head size, V vocabulary.
 """
@@ -29,13 +29,13 @@ from fourfold.model.gpt import GPT, Attend
 
 
 class SequenceModel(Protocol):
-    """What sessions and beam search need of a network; `Decoder` is the one on a single device."""
+    """The network as sessions and beam search use it; `Decoder` is the one on a single device."""
 
     max_positions: int
     lengths: list[int]  # tokens taken in, of each row
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Make room for that many rows of that many tokens, and forget all rows."""
+        """Allocate the cache for `rows` rows of `positions` tokens, and forget all rows."""
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor: ...
 
@@ -46,12 +46,12 @@ class SequenceModel(Protocol):
     def wipe(self, rows: Sequence[int]) -> None: ...
 
     def broadcast_choices(self, choices: list[float]) -> list[float]:
-        """What was chosen, the same for all that run this network together."""
+        """The chosen tokens, the same on all ranks that run this network together."""
         ...
 
 
 class Decoder:
-    """A `GPT` with a cache. It takes the model over: `weights` changes it in place."""
+    """A `GPT` with a KV cache. It takes over the model: `weights` changes it in place."""
 
     def __init__(self, model: GPT, weights: Format = "float32") -> None:
         self.model = model.eval().requires_grad_(False)
@@ -132,7 +132,7 @@ class Decoder:
 
     @torch.inference_mode()
     def wipe(self, rows: Sequence[int]) -> None:
-        """For rows that are not finite: whoever has their places next would inherit that."""
+        """For rows that are not finite: the next rows in their place would inherit that."""
         for cache in self._caches.values():
             cache.keys[list(rows)] = cache.values[list(rows)] = 0.0
 
@@ -183,7 +183,7 @@ class LayerCache:
     def reader(self, rows: slice, padding: Tensor | None) -> Attend:
         """Attention of prompts to themselves; their keys and values go to the start of `rows`.
 
-        What stands for `padding` (N, T) becomes zeros: nobody checks that it is finite.
+        Positions in `padding` (N, T) become zeros: nobody checks that they are finite.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

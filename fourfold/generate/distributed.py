@@ -1,9 +1,8 @@
-"""Generation by a model that is spread over ranks: model, pipeline and sharding parallel.
+"""Generation with a model spread over ranks: tensor, pipeline and sharding parallelism.
 
 Every rank makes the same calls and gets the same logits up to their last bits, in which unlike
-machines may differ; rank 0 chooses the tokens for all, so every rank writes the same text. There is
-nothing to tell them apart but which one prints it. Data-parallel ranks would only repeat each other
-and are not used.
+machines may differ; rank 0 chooses the tokens for all, so every rank writes the same text. Only one
+of them prints it. Data-parallel ranks would only repeat each other and are not used.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class DistributedDecoder(Decoder):
         return logits
 
     def broadcast_choices(self, choices: list[float]) -> list[float]:
-        """What rank 0 chose; another choice would leave ranks waiting for each other."""
+        """Rank 0's choice; different choices would leave ranks waiting for each other."""
         message = torch.tensor(choices, dtype=torch.float64)
         dist.broadcast(message, src=0)
         return message.tolist()
@@ -118,7 +117,7 @@ def _load_foreign(
 
 
 def free_of_training(config: Config) -> None:
-    """Turn off what serves training alone: nothing is recomputed or compiled, positions are not
+    """Turn off what only training needs: nothing is recomputed or compiled, positions are not
     cut, and the numbers are those of `Inference.weights`."""
     distributed, weights = config.Distributed, config.Inference.weights
     if distributed.dp_degree > 1:

@@ -1,4 +1,4 @@
-"""A trained model from wherever a configuration says: our checkpoints or another tool's.
+"""Loading a trained model as a configuration names it: our checkpoints or another tool's.
 
 `Engine.save_load.ckpt_dir` names a Fourfold checkpoint or run, or a checkpoint of Hugging Face,
 FleetX or Megatron (see fourfold/convert), which then decides the sizes of the model itself.
@@ -33,7 +33,7 @@ GPT2_TOKENS = 50257
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its weights, in evaluation mode, and what reads and writes its ids."""
+    """A model with its weights, in evaluation mode, and its tokenizer."""
 
     model: GPT
     named_tokenizer: Tokenizer | None
@@ -51,8 +51,8 @@ def load_trained(
 ) -> Trained:
     """The model of `ckpt_dir`, of `Engine.save_load.ckpt_dir`, or the newest of the run itself.
 
-    The tokenizer is looked at before any weight is: a wrong one makes nonsense of the best model.
-    Only where no text is read or written may it be missing.
+    The tokenizer is checked before any weight is read: a wrong one makes nonsense of the best
+    model. It may be missing only if no text is read or written.
     """
     save_load = config.Engine.save_load
     named = ckpt_dir or save_load.ckpt_dir or "latest"
@@ -157,7 +157,7 @@ def tokenizer_of_run(config: Config, on_notice: Notice, needed: bool = True) -> 
 def tokenizer_of_foreign(
     config: Config, foreign: ForeignModel, on_notice: Notice, needed: bool = True
 ) -> Tokenizer | None:
-    """What `Global.tokenizer` names, else what lies by the checkpoint, else GPT-2's."""
+    """What `Global.tokenizer` names, else the one beside the checkpoint, else GPT-2's."""
     named, vocab_size = config.Global.tokenizer or foreign.tokenizer, foreign.shape.vocab_size
     tokenizer = _named_or_gpt2(named, vocab_size, on_notice, needed)
     _check_size(tokenizer, vocab_size)
@@ -179,7 +179,7 @@ def _named_or_gpt2(
 
 
 def _tokenizer_of_data(config: Config) -> Tokenizer | None:
-    """The tokenizer that the manifests of the training data tell of, where it can be found."""
+    """The tokenizer named by the manifests of the training data, if it can be found."""
     try:
         datasets = open_splits(config)["train"].datasets
     except UserError:

@@ -1,4 +1,4 @@
-"""A trained model ready to write: configuration and checkpoint in, texts out."""
+"""A trained model ready to generate: configuration and checkpoint in, texts out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.mesh import Mesh
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """What FleetX's inference reads and nothing here does, where it asks for something else."""
+    """Keys of FleetX's inference that have no effect here, if they are set to something else."""
     inference, save_load = config.Inference, config.Engine.save_load
     if inference.model_dir != save_load.output_dir:
         yield (

@@ -1,4 +1,4 @@
-"""From the logits of the last position to the next token, in FleetX's order.
+"""Sampling: from the logits of the last position to the next token, in FleetX's order.
 
     forbid_eos, penalise_repetition, force_token      the processors, on logits
     softmax(logits / temperature)
@@ -59,7 +59,7 @@ def penalise_repetition(logits: Tensor, tokens: Tensor, penalty: float) -> Tenso
 
 
 def force_token(logits: Tensor, token_id: int) -> Tensor:
-    """`token_id` becomes certain. (B, V) -> (B, V)"""
+    """Make `token_id` certain. (B, V) -> (B, V)"""
     forced = torch.full_like(logits, -torch.inf)
     forced[:, token_id] = 0.0
     return forced
@@ -102,7 +102,7 @@ def _by_id(probabilities: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_top_p(probabilities: Tensor, p: float) -> Tensor:
-    """The most probable tokens up to and including the one that carries their sum beyond `p`.
+    """Nucleus sampling: the most probable tokens, up to the one that takes their sum beyond `p`.
 
     The first is always kept; among equals the lower id goes first. (B, V) -> (B, V)
     """
@@ -117,7 +117,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """One token per row, chosen by one uniform number in [0, 1) per row.
 
     Inverts the cumulative distribution, so that a row depends on its own number alone, whatever
-    stands beside it in the batch. Rows need not sum to one. (B, V), (B,) -> (B,)
+    else is in the batch. Rows need not sum to one. (B, V), (B,) -> (B,)
     """
     cumulative = probabilities.double().cumsum(dim=-1)  # (B, V)
     targets = uniforms.double().unsqueeze(1) * cumulative[:, -1:]  # (B, 1)
@@ -136,8 +136,8 @@ STRATEGIES = ("sampling", "greedy_search", "beam_search")
 
 @dataclass(frozen=True)
 class Options:
-    """Lengths count new tokens. `alternatives` asks for the log-probability of each token
-    and of that many of the most probable ones."""
+    """Lengths count new tokens. `alternatives` requests the log-probability of each token and of
+    that many of the most probable ones."""
 
     max_dec_len: int = 16
     min_dec_len: int = 1
@@ -158,8 +158,8 @@ class Options:
     def of(cls, section: Any, default_seed: int) -> Options:
         """Those a `Generation` section describes.
 
-        The sampling keys have defaults of their own there, which beam search does not object to;
-        what was written down is another matter.
+        Beam search accepts the defaults of the sampling keys there, but not values that were
+        written down.
         """
         given = {name: getattr(section, name) for name in _KEYS}
         if section.decode_strategy == "beam_search":
@@ -242,7 +242,7 @@ class Options:
 
 
 def without_effect(section: Any) -> list[str]:
-    """Keys a `Generation` section was given and that its strategy does not look at."""
+    """Keys set in a `Generation` section that its strategy ignores."""
     idle: list[str] = []
     if section.decode_strategy != "beam_search":
         idle += _BEAMS

@@ -1,13 +1,13 @@
-"""Many continuations at once, each beginning and ending when it will: continuous batching.
+"""Continuous batching: many continuations at once, each starting and ending at any time.
 
     session = Session(network, eos_id=..., slots=8)
     name = session.add(prompt, options)        any time; waits until a slot is free
     for token in session.step(): ...           one new token of each running sequence
     session.cancel(name)                       any time
 
-`generate` and a server are loops around `step`. A sequence is a function of its prompt, its
-options and its number alone: it draws from a stream of random numbers of its own, so neither the
-time it came nor its neighbours change it.
+`generate` and a server are loops around `step`. A sequence is a function of its prompt, its options
+and its number alone: it draws from a stream of random numbers of its own, so neither its arrival
+time nor its neighbours change it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Running:
 
 
 class Session:
-    """`slots` sequences run, the others wait in the order they came."""
+    """`slots` sequences run, the others wait in order of arrival."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Session:
     def add(self, prompt: Sequence[int], options: Options, number: int = 0) -> int:
         """A new sequence; returns the name its tokens carry.
 
-        `number` tells apart the continuations of one prompt. Raises UserError, and changes
-        nothing, where the sequence could never run.
+        `number` distinguishes the continuations of one prompt. Raises UserError, and changes
+        nothing, if the sequence could never run.
         """
         check_prompt(prompt, options, self.positions, self._vocab_size)
         if options.decode_strategy == "beam_search":
@@ -109,7 +109,7 @@ class Session:
         return sequence.name
 
     def cancel(self, name: int) -> None:
-        """No more tokens of this sequence; one that has ended already is no mistake."""
+        """Stop this sequence; harmless if it has already ended."""
         self._waiting = deque(one for one in self._waiting if one.name != name)
         for sequence in self._running:
             sequence.finished |= sequence.name == name
@@ -132,7 +132,8 @@ class Session:
     # -- rows of the network ----------------------------------------------------------------
 
     def _next_group(self) -> list[Running]:
-        """Those whose turn it is: as many as slots are free and one reading may take."""
+        """The next in the queue: as many as there are free slots and as one prompt pass may
+        take."""
         group: list[Running] = []
         longest, prompts = 0, set[tuple[int, ...]]()
         while self._waiting and len(self._running) + len(group) < self.slots:
@@ -148,7 +149,8 @@ class Session:
         return group
 
     def _read(self, group: list[Running]) -> Tensor:
-        """Logits after the prompts, which are read once however many continue them."""
+        """Logits after the prompts; each prompt is read once, however many sequences continue
+        it."""
         prompts = list(dict.fromkeys(sequence.prompt for sequence in group))
         logits = self.network.read(prompts)
         if len(prompts) < len(group):
@@ -220,7 +222,7 @@ GREEDY = (0, 0.0, 0.0)
 
 
 def _rule(sequence: Running) -> tuple[int, float, float]:
-    """Sequences of the same rule are chosen for together."""
+    """Sequences with the same options are sampled together."""
     options = sequence.options
     if options.decode_strategy == "greedy_search":
         return GREEDY
@@ -251,8 +253,8 @@ def check_prompt(
 
 
 def check_finite(logits: Tensor, network: SequenceModel, first_row: int = 0) -> None:
-    """Refuse logits that are no numbers; the rows of the network they come from, of which the
-    first is `first_row`, are wiped."""
+    """Refuse logits that are not finite; the rows they come from, starting at `first_row`, are
+    wiped."""
     finite = logits.amax(dim=-1).isfinite()
     if not bool(finite.all()):
         network.wipe([first_row + row for row in (~finite).nonzero()[:, 0].tolist()])

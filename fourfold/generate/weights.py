@@ -1,7 +1,7 @@
-"""The number format of a model's weights while it writes: float32, bfloat16, float16 or int8.
+"""The number format of a model's weights for generation: float32, bfloat16, float16 or int8.
 
-A step of generation reads every weight once and does little with it, so what counts on a CPU is
-how many bytes that is and how fast the kernel at hand takes them in:
+A step of generation reads every weight once and does little with it, so what counts on a CPU is how
+many bytes that is and how fast the kernel reads them:
 
 | format   | bytes | on a CPU                                                                     |
 |----------|-------|------------------------------------------------------------------------------|
@@ -11,7 +11,7 @@ how many bytes that is and how fast the kernel at hand takes them in:
 | int8     | 1     | weights and activations rounded to 255 steps, one scale a row; exact sums    |
 
 On a GPU the first three are the model cast to that type, and int8 is refused. Whatever the format,
-what a row of a batch gives does not depend on the rows beside it, up to the last bits of a sum.
+the result of a row does not depend on the other rows of the batch, up to the last bits of a sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Metrics of a run and where they go: the log line, JSONL, TensorBoard, W&B, the loss picture.
 
-`Meter` times steps and makes one `Step` record per logging window; `open_sinks` gives the object
-that carries records, evaluations, events and notices to every place they are kept. Nothing here
-knows how a step is run. rich, matplotlib, tensorboard and wandb are imported when first used.
+`Meter` times steps and makes one `Step` record per logging window; `open_sinks` returns the object
+that writes records, evaluations, events and notices to every sink. Nothing here knows how a step is
+run. rich, matplotlib, tensorboard and wandb are imported when first used.
 """
 
 from fourfold.metrics.jsonl import read_jsonl

@@ -1,10 +1,10 @@
 """`metrics.jsonl`: every record of a run, one JSON object per line, append-only.
 
 JSON has no NaN or infinity, so they are written as the strings "NaN", "Infinity", "-Infinity";
-`read_jsonl` gives them back as floats. Each line is handed to the system at once, so a crash can
-tear only the last one, which readers pass over. A run resumed at step k continues after the records
-of step k: what the interrupted run wrote beyond is dropped, and the file as it was stays beside
-it as `metrics.jsonl.bak`.
+`read_jsonl` returns them as floats. Each line is written at once, so a crash can tear only the last
+one, which readers skip. A run resumed at step k continues after the records of step k: what the
+interrupted run wrote beyond is dropped, and the file as it was stays beside it as
+`metrics.jsonl.bak`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All records of a metrics file, oldest first. A torn last line is passed over."""
+    """All records of a metrics file, oldest first. A torn last line is skipped."""
     parsed = _parse(Path(path))
     if parsed.damaged and parsed.damaged != [parsed.torn_line]:
         raise DataError(
@@ -43,7 +43,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run knows of itself when it starts: the fields of its record of kind "run"."""
+    """What a run knows about itself when it starts: the fields of its record of kind "run"."""
 
     layout: str
     world_size: int
@@ -126,7 +126,7 @@ def _parse(path: Path) -> _Parsed:
 
 
 def _cut_history(path: Path, last_step: int) -> int:
-    """Drop records beyond `last_step`, and damaged lines; how many lines went."""
+    """Drop records beyond `last_step`, and damaged lines; returns how many lines."""
     parsed = _parse(path)
     kept = [record for record in parsed.records if _step(record) <= last_step]
     dropped = len(parsed.records) - len(kept) + len(parsed.damaged)

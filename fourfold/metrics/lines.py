@@ -31,12 +31,12 @@ class LineStyle(Protocol):
         ...
 
     def take_loss(self, loss: float) -> None:
-        """The loss of a step; every step comes, also those between two lines."""
+        """The loss of a step; called for every step, also those between two lines."""
         ...
 
 
 class FleetXLines:
-    """One line a record; it needs to know no more than the record says."""
+    """One line per record, from the record alone."""
 
     def lines(self, record: Mapping[str, Any], colour: bool) -> list[str]:
         kind, level = record["kind"], record.get("level", "INFO")

@@ -4,8 +4,8 @@ A window is the `logging_freq` steps up to the one logged (fewer after a resume 
 multiples). Times are wall-clock means per step over the window. Evaluating and saving happen
 between steps: their time is reported, but does not count towards the cost of a batch.
 
-Beside the times stand the memory of this process and its device, and, where there are several
-ranks, how evenly they worked: stragglers, and the shares of communication and of the bubble.
+Besides the times a record has the memory of this process and its device and, with several ranks,
+how evenly they worked: stragglers, and the shares of communication and of the bubble.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROFILER_PREFIX = "fourfold/"
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the loop knows of a step when it ends."""
+    """What the loop knows about a step when it ends."""
 
     step: int  # global, the first is 1
     epoch: int
@@ -250,7 +250,7 @@ PROC_STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes; None where the system does not tell a number, never a guess."""
+    """In bytes; None where the system does not report a number, never a guess."""
 
     rss_bytes: int | None
     peak_rss_bytes: int | None

@@ -1,4 +1,4 @@
-"""Peak rates of devices: the fastest one can multiply matrices, which MFU is a fraction of.
+"""Peak rates of devices: the fastest they can multiply matrices, the denominator of MFU.
 
 `PEAKS` is the one table of them, for plans too. The rate of a run's device is configured, looked up
 by the device's name, or measured. An unknown device has none, and its MFU is n/a: a number against

@@ -69,7 +69,7 @@ class ProfilerWindow:
         self._open_or_finish()
 
     def close(self) -> None:
-        """Finish a window the run ended in; say so when the run never reached it."""
+        """Finish a window that the run ended in; print a notice if the run never reached it."""
         if self._recording:
             self._finish()
         elif self._enabled:
@@ -275,7 +275,7 @@ def _ranges(title: str, rows: list[Row], steps: int) -> str:
 
 
 def _memory(rows: list[Row], steps: int) -> str:
-    """Operators by the memory they took and did not give back themselves."""
+    """Operators by the memory they allocated and did not free themselves."""
     allocating = [row for row in rows if row.self_cpu_memory_usage or row.self_device_memory_usage]
     ranked = sorted(
         allocating,

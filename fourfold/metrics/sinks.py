@@ -1,4 +1,4 @@
-"""Metric sinks, where the records of a run go: the console, `metrics.jsonl`, TensorBoard, W&B.
+"""Metric sinks: the records of a run to the console, `metrics.jsonl`, TensorBoard and W&B.
 
 Everything becomes one flat record with a kind (run, train, eval, test, event, notice), a step and a
 time, and every sink gets every record. Rank 0 opens sinks; the other ranks use `Sinks()`, which

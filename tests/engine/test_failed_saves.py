@@ -83,7 +83,7 @@ def test_a_run_goes_on_past_a_save_that_fails(
     assert steps(tmp_path / "run") == {"step_2", "step_6", "step_8"}
     text = told(tmp_path / "run")
     assert f"ERROR cannot save checkpoint {tmp_path}/run/step_4: [Errno 28] No space left" in text
-    assert f"the last good checkpoint is {tmp_path}/run/step_2. The run goes on" in text
+    assert f"the last good checkpoint is {tmp_path}/run/step_2. The run continues" in text
     assert "failed in a row: 1, allowed: 2" in text
     events = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "event"]
     (event,) = [r for r in events if r["event"] == "failed_save"]
