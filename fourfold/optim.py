@@ -1,7 +1,8 @@
-"""AdamW as the documents configure it, the learning rate as a function of the step, loss scale.
+"""AdamW as the documents configure it, the learning-rate schedule, and dynamic loss scaling.
 
-`lr_at` is pure: nothing of the schedule is saved or restored. `Optimizer` owns the moments and
-gives them out by parameter name, so a checkpoint does not know how they were laid out.
+`lr_at` is a pure function of the step: nothing of the schedule is saved or restored. `Optimizer`
+owns the moments and returns them by parameter name, so a checkpoint does not know how they were
+laid out.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def build_schedule(config: Config) -> Schedule:
 
 @dataclass
 class LossScale:
-    """fp16's dynamic scale: halved on overflow, doubled after a thousand good steps."""
+    """Dynamic loss scaling for fp16: halved on overflow, doubled after a thousand good steps."""
 
     value: float
     good_steps: int = 0
@@ -80,7 +81,7 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """An overflow at the smallest scale is no longer a matter of scaling."""
+        """An overflow at the smallest scale: lowering the scale cannot help."""
         return self.value <= self.SMALLEST
 
 
@@ -107,7 +108,7 @@ class ParamGroup:
         )
 
     def filled(self) -> list[int]:
-        """The places of those of which this rank holds anything: sharding can leave it none."""
+        """The indices of those that are not empty on this rank: sharding can leave it none."""
         return [i for i, moment in enumerate(self.exp_avg) if moment.numel() > 0]
 
 
@@ -181,7 +182,7 @@ class Optimizer:
         self.updates += 1
 
     def zero_grad(self) -> None:
-        """Forget the gradients; flat ones are views that must stay where they are."""
+        """Clear the gradients; flat ones are views that must stay in place."""
         for group in self.groups:
             for parameter in group.parameters:
                 if not self.tensor_fusion:
@@ -220,7 +221,7 @@ class Optimizer:
 
 
 def _scale_like(step: Tensor, divisor: float) -> Tensor | None:
-    """None where nothing is divided: then the kernel does not write the gradients back."""
+    """None where nothing is divided: then the kernel does not write back the gradients."""
     return None if divisor == 1.0 else torch.full_like(step, divisor)
 
 

@@ -1,9 +1,9 @@
-"""Shards: which rectangle of a tensor one rank holds, and how rectangles meet.
+"""Shards: the rectangle of a tensor that one rank holds, and how rectangles overlap.
 
 Model parallelism cuts one dimension of a parameter, sharding cuts rows of what is left: the result
 is always one rectangle of the whole (torch.distributed.checkpoint calls it a chunk). Initial
 weights, the gradient norm, checkpoints, the check for drifting replicas and generation over ranks
-need no more than that; which layout made the cut, or asks for the parts, they never learn.
+need no more than that, whichever layout made the cut or requests the parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is torch's DTensor, told without importing it, which takes a while."""
+    """Whether this is torch's DTensor, checked without importing it, which takes a while."""
     return hasattr(tensor, "_local_tensor")
 
 

@@ -1,8 +1,8 @@
-"""What signals mean to a run, the same for a single process, a rank and a supervisor.
+"""Signal handling of a run, the same for a single process, a rank and a supervisor.
 
     SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2   finish the step, save and end well
     SIGINT after any of these               end at once: the person at the keyboard will not wait
-    SIGQUIT                                 write the stacks of all threads and go on
+    SIGQUIT                                 write the stacks of all threads and continue
 
 Schedulers differ in what they send before they take a machine away, and a terminal that is closed
 sends SIGHUP. Where that is ignored from the start, as under nohup, it stays ignored. Before
@@ -35,7 +35,7 @@ STOP_FILE = "STOP"
 
 
 def _heeded() -> list[signal.Signals]:
-    """The stop signals that somebody may mean for this process."""
+    """The stop signals that this process handles."""
     under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not under_nohup]
 
@@ -48,7 +48,7 @@ def answer_with_stacks() -> None:
 
 
 def forget_answers() -> None:
-    """In a forked process: the parent's answers are not ours; until we have our own, we end."""
+    """In a forked process: drop the parent's handlers; until we have our own, signals end us."""
     signal.set_wakeup_fd(-1)
     for number in (*_heeded(), signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -56,7 +56,7 @@ def forget_answers() -> None:
 
 
 class StopSignals:
-    """A context in which the stop signals only ask: `received` is the first that came."""
+    """A context in which stop signals are only recorded: `received` is the first."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -1,7 +1,7 @@
-"""Byte-level BPE: text to ids and back.
+"""Byte-level BPE (byte-pair encoding): text to ids and back.
 
 A `Tokenizer` is loaded from a `tokenizer.json` or from GPT-2's `vocab.json` + `merges.txt`, by the
-name "gpt2", or trained from text with `train`. Two libraries stand behind it: `tokenizers` reads,
+name "gpt2", or trained from text with `train`. It uses two libraries: `tokenizers` reads,
 trains and writes the files; `tiktoken`, built from the same merge ranks, encodes several times
 faster with identical ids. A tokenizer that is not plain GPT-2-style byte-level BPE is encoded by
 `tokenizers`.
@@ -166,7 +166,7 @@ class Tokenizer:
         return _joined([self._encode_slowly(text) for text in texts])
 
     def _encode_slowly(self, text: str) -> np.ndarray:
-        """By the library that knows every kind of tokenizer, and of no marks."""
+        """With the library that knows every kind of tokenizer, without special tokens."""
         encoding = self._file.encode(_without_surrogates(text), add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
@@ -318,7 +318,7 @@ def _load_gpt2() -> Tokenizer:
 
 @contextmanager
 def _naming(source: str, kind: str) -> Iterator[None]:
-    """Whatever goes wrong while reading becomes an error that names the source."""
+    """Turns whatever goes wrong while reading into an error that names the source."""
     try:
         yield
     except UserError as error:

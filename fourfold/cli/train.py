@@ -25,7 +25,7 @@ Restarts = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Number of restarts after failures, counted anew after each new checkpoint.",
+        help="Number of restarts after failures; the count resets at each new checkpoint.",
     ),
 ]
 HangSeconds = Annotated[

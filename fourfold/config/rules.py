@@ -63,7 +63,7 @@ def _check_data(config: Config, findings: ConfigFindings) -> None:
         )
     elif names and findings.given("Data.dataset.split"):
         findings.notice(
-            "Data.dataset.split has no effect: with train_data each part is the whole of its own",
+            "Data.dataset.split has no effect: with train_data each part uses all of its own data",
             "Data.dataset.split",
             *names,
         )
@@ -335,9 +335,9 @@ def _check_split_schedule(config: Config, findings: ConfigFindings) -> None:
         findings.problem(
             [
                 Setting("Distributed.sharding.sharding_stage", stage),
-                f" cannot hold with pp_schedule={schedule}, which splits the backward pass and "
-                "keeps weights and gradients whole until its end; choose sharding_stage 1, or a "
-                "schedule such as 1F1B or Interleaved1F1B",
+                f" cannot be combined with pp_schedule={schedule}, which splits the backward pass "
+                "and keeps weights and gradients whole until its end; choose sharding_stage 1, or "
+                "a schedule such as 1F1B or Interleaved1F1B",
             ],
             "Distributed.sharding.sharding_stage",
             "Distributed.pp_schedule",

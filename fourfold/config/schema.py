@@ -121,7 +121,7 @@ class SaveLoadSection(Section):
         "so values corrupted on disk go unnoticed.",
     )
     auto_resume: bool = key(
-        True, "With ckpt_dir null, continue from the newest whole checkpoint in output_dir."
+        True, "With ckpt_dir null, continue from the newest complete checkpoint in output_dir."
     )
 
 

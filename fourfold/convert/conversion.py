@@ -130,7 +130,7 @@ def _tokenizer(model: ForeignModel, named: Path | str | None, force: bool) -> To
     except UserError as error:
         if named is not None:
             raise
-        model.notes.append(f"the tokenizer was not taken over: {error}")
+        model.notes.append(f"the tokenizer was not copied: {error}")
         return None
     if tokenizer.vocab_size > model.model["vocab_size"]:
         raise CheckpointError(

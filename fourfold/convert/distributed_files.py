@@ -139,7 +139,7 @@ class DistributedFiles:
         state = properties.state if isinstance(properties, Values) else None
         dtype = state[0] if isinstance(state, tuple) and state else None
         if shape is None or math.prod(shape) == 0 or not isinstance(dtype, Dtype):
-            raise self._damaged(f"{name[:100]} has no sensible shape, or a type no weights have")
+            raise self._damaged(f"{name[:100]} has an invalid shape, or a type no weights have")
         cuts = [self._cut(name, chunk) for chunk in about.get("chunks")]
         if problem := tiling_problem(shape, [cut.box for cut in cuts]):
             raise self._damaged(f"the pieces of {name[:100]} do not fit: {problem}")
@@ -149,7 +149,7 @@ class DistributedFiles:
         chunk = chunk if isinstance(chunk, Values) else Values()
         offsets, sizes = _numbers(chunk.get("offsets")), _numbers(chunk.get("sizes"))
         if offsets is None or sizes is None or len(offsets) != len(sizes):
-            raise self._damaged(f"a piece of {name[:100]} has no place")
+            raise self._damaged(f"a piece of {name[:100]} has no location")
         place = self._places.get((name, offsets))
         if not isinstance(place, Values):
             raise self._damaged(f"no file is named for the piece of {name[:100]} at {offsets}")
@@ -160,7 +160,7 @@ class DistributedFiles:
             _numbers((place.get("offset"), place.get("length"))),
         )
         if not isinstance(file, str) or Path(file).name != file or where is None:
-            raise self._damaged(f"the piece of {name[:100]} at {offsets} lies nowhere sensible")
+            raise self._damaged(f"the piece of {name[:100]} at {offsets} has an invalid location")
         return StoredCut(Box(offsets, sizes), file, *where)
 
     def _part(self, name: str, about: Described, cut: StoredCut) -> LazyTensor:

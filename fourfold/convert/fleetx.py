@@ -189,7 +189,7 @@ def _fused(path: Path, found: dict[str, LazyTensor], heads: int) -> dict[str, La
             continue
         names = [f"{whole}#{letter}" for letter in "qkv"]
         if not all(each in turned for each in names):
-            raise CheckpointError(f"{path} is no whole GPT: of {names} only some are there")
+            raise CheckpointError(f"{path} is not a complete GPT: some of {names} are missing")
         together = joined([turned.pop(each) for each in names], 0)
         turned[whole] = heads_from_blocks(together, heads)
     return turned

@@ -73,8 +73,8 @@ class ForeignModel:
         word = self.stored["embeddings.word.weight"]
         if not 0 < rows <= word.shape[0]:
             raise CheckpointError(
-                f"{self.path}: vocabulary of {rows} asked for, but it has {word.shape[0]} rows; "
-                "rows can be cut off and not invented"
+                f"{self.path}: vocabulary of {rows} requested, but it has {word.shape[0]} "
+                "rows; rows can be cut off, not added"
             )
         if rows < word.shape[0]:
             self.notes.append(f"vocabulary cut from {word.shape[0]} to {rows} rows")
@@ -172,14 +172,14 @@ def _measure(path: Path, found: dict[str, LazyTensor]) -> dict[str, int]:
         source = found.get(name)
         if source is None or len(source.shape) != 2:
             what = "missing" if source is None else f"{source}, not a matrix"
-            raise CheckpointError(f"{path} is no whole GPT: its {name} is {what}")
+            raise CheckpointError(f"{path} is not a complete GPT: its {name} is {what}")
         return source.shape[axis]
 
     numbers = {int(match[1]) for name in found if (match := _LAYER.match(name))}
     if numbers != set(range(len(numbers))) or not numbers:
         absent = min(set(range(len(numbers) + 1)) - numbers)
         raise CheckpointError(
-            f"{path} is no whole GPT: layer {absent} is missing; is a pipeline stage not there?"
+            f"{path} is not a complete GPT: layer {absent} is missing; is a pipeline stage missing?"
         )
     return {
         "vocab_size": size("embeddings.word.weight", 0),
@@ -228,7 +228,7 @@ def count_of(path: Path, what: str, value: Any) -> int:
     """A size from a description, which may be anything."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
         return value
-    raise CheckpointError(f"{path}: {what} is no sensible number; the file is damaged")
+    raise CheckpointError(f"{path}: {what} is not a valid number; the file is damaged")
 
 
 # -- lazy tensors ---------------------------------------------------------------------------------

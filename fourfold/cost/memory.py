@@ -238,8 +238,8 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
     )
     return Term(
         flight * layers * per_layer + working + embedded + final,
-        "{flight:.3g} in flight x {layers:.0f} layers x {each:.4g} MB ({mode}) + {working:.4g} MB "
-        "of the layer at work + {rest:.4g} MB of embedding and last norm",
+        "{flight:.3g} in flight x {layers:.0f} layers x {each:.4g} MB ({mode}) "
+        "+ {working:.4g} MB of the current layer + {rest:.4g} MB of embedding and last norm",
         {
             "flight": flight,
             "layers": layers,

@@ -72,7 +72,7 @@ def plan_indices(
         raise DataError(
             f"{num_samples} samples of {seq_len} tokens would repeat the {documents} documents "
             f"({tokens_per_epoch} tokens) {epochs} times, more than 2^31 documents in all; give "
-            "this part more data or ask for fewer samples"
+            "this part more data or request fewer samples"
         )
     total = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len if epochs > 1 else 0

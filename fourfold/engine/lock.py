@@ -195,6 +195,6 @@ def _refusal(path: Path) -> UserError:
     if owner:
         who = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('started')}"
     return UserError(
-        f"{path.parent}: a run is at work there ({who}), and two would overwrite each other's "
+        f"{path.parent} is in use by another run ({who}), and two would overwrite each other's "
         "checkpoints; wait for it, stop it, or choose another Engine.save_load.output_dir"
     )

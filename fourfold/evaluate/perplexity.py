@@ -106,8 +106,8 @@ def measure_loss(
             num_bytes += int(token_bytes[labels[counts]].sum())
     if not counted:
         raise DataError(
-            "no token can be judged: each is by those before it in its text, and there is none "
-            "with another before it; give a longer text"
+            "no token can be scored: each is scored by those before it in its text, and none "
+            "has any; give a longer text"
         )
     return Loss(total, counted, None if token_bytes is None else num_bytes)
 

@@ -75,7 +75,7 @@ class ProfilerWindow:
         elif self._enabled:
             self._enabled = False
             self._echo(
-                f"profiler: nothing recorded, for the run ended after {self._steps_done} steps "
+                f"profiler: nothing recorded: the run ended after {self._steps_done} steps "
                 f"and the window starts at step {self._start}; lower Profiler.scheduler"
             )
 

@@ -344,7 +344,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise UserError(
-                "tracking with Weights & Biases was asked for, but the package is not installed; "
+                "tracking with Weights & Biases is on, but the package is not installed; "
                 "run: pip install 'fourfold[wandb]', or turn it off"
             ) from error
         id_file = output_dir / self.ID_FILE

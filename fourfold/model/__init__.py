@@ -19,7 +19,7 @@ NETWORKS: dict[str, type[GPT]] = {"GPT": GPT}
 
 
 def network_of(shape: ModelShape) -> type[GPT]:
-    """What such a shape is the shape of: a class that builds the network or a part of it."""
+    """The network of such a shape: a class that builds it or a part of it."""
     return NETWORKS[shape.network]
 
 

@@ -1,7 +1,7 @@
 """GPT-2/GPT-3: pre-LayerNorm decoder, tanh GELU, learned positions, head tied to the embedding.
 
-The whole network in one file, written for one device. `GPT(shape)(tokens)` gives logits;
-with labels it gives the summed loss without ever holding all the logits (see loss.py).
+The whole network in one file, written for one device. `GPT(shape)(tokens)` returns logits; with
+labels it returns the summed loss without ever holding all the logits (see loss.py).
 `GPT(shape, layers)` is a part of it, with the parameter names of the whole.
 
 Letters in shape comments: B batch, T positions, D hidden, H heads, K head size, V vocabulary.
@@ -72,9 +72,9 @@ class CoreAttention(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention.
 
-    The rows of `qkv` are stored head by head, [q_j, k_j, v_j] for head j, so that cutting the
-    weight into contiguous pieces gives whole heads. The head count in `view` is -1: a module
-    that holds a slice of the heads runs unchanged.
+    The rows of `qkv` are stored head by head, [q_j, k_j, v_j] for head j, so that contiguous slices
+    of the weight are whole heads. The head count in `view` is -1: a module that holds a slice of
+    the heads runs unchanged.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -87,7 +87,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, attend: Attend | None = None
     ) -> Tensor:
-        """With `attend`, that in place of `core`: attention to tokens of earlier calls too."""
+        """`attend` replaces `core`, to attend to tokens of earlier calls too (the KV cache)."""
         qkv = self.qkv(x)  # (B, T, 3 D)
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
@@ -247,11 +247,12 @@ class GPT(nn.Module):
         """Logits (B, T, V) or, with labels, `loss_scale` times the sum of the token losses.
 
         `inputs` are the tokens (B, T); where a part of the network is not its first, the hidden
-        states (B, T, D) the part before gave. With `document_ids` (B, T) tokens attend only to
+        states (B, T, D) from the part before. With `document_ids` (B, T) tokens attend only to
         those with the same id before them.
 
         The caller puts the division by the number of valid tokens of the global batch into
-        `loss_scale`: then micro-batches simply add up, however the batch is cut.
+        `loss_scale`: then micro-batches simply add up (gradient accumulation), however the batch is
+        cut.
 
         For generation, `attends` as in `hidden`, and with `ends` (B,) the logits (B, V) of one
         position of each row.
@@ -273,10 +274,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The hidden states (B, T, D) after the last layer here.
 
-        `attends` gives each layer, by its number, the attention to use in place of its own.
+        `attends` maps a layer's number to the attention to use in place of its own.
 
-        With dropout the generator is seeded anew before every layer, from the caller's seed and
-        the layer's number: a mask is a function of where it stands, not of what ran before.
+        With dropout the generator is reseeded before every layer, from the caller's seed and the
+        layer's number: a mask depends on its position in the network, not on what ran before.
         """
         reseed = self.training and self.has_dropout
         seed = int(dropout_seed) if reseed else 0

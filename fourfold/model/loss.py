@@ -2,7 +2,7 @@
 
 The loss is a *sum* over tokens times a scale the caller chooses (one over the number of valid
 tokens of the global batch, times the loss scale in fp16). One rule for every way of cutting a
-batch: micro-batches, accumulation, data parallelism and masks agree by construction.
+batch: gradient accumulation, data parallelism and masks agree by construction.
 
 Letters: N tokens, D hidden, V vocabulary, C tokens of one chunk.
 """
@@ -36,21 +36,21 @@ def head_cross_entropy(
 
 
 def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
-    """What a linear layer here computes in: autocast's type where that is on."""
+    """The dtype a linear layer computes in: autocast's where that is on."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return otherwise
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the vocabulary are made in."""
+    """The dtype of sums over the vocabulary."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 class Vocabulary:
-    """How a row of logits becomes probabilities where the head is whole.
+    """How logits become probabilities if the head is whole.
 
-    Where each process holds some rows of the head, another class with this method stands in.
+    If each process holds some rows of the head, another class with this method takes its place.
     """
 
     def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,9 +69,9 @@ class Vocabulary:
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass, while a chunk's probabilities are at hand.
+    """Gradients are made in the forward pass, while a chunk's probabilities are available.
 
-    That costs no second product with the head, and keeps (N, D) + (V, D) numbers for the
+    That saves a second product with the head, and keeps (N, D) + (V, D) numbers for the
     backward pass where plain autograd would keep (N, V) several times over.
     """
 

@@ -1,9 +1,9 @@
-"""The parameters of a network: one table, which everything that has to know them reads.
+"""The parameter table of a network, read by everything that has to know its parameters.
 
-A row describes one parameter, or the same parameter of every layer. Initial weights, model
-(tensor) parallelism, sharding, weight decay, mixed precision, the gradient norm, counts, prices,
-checkpoints and the converters to and from other programs all look here, and nowhere by the
-spelling of a name:
+A row describes one parameter, or the same parameter of every layer. Initial weights, model (tensor)
+parallelism, sharding, weight decay, mixed precision, the gradient norm, counts, costs, checkpoints
+and the converters to and from other programs all look here, and never rely on the spelling of a
+name:
 
     table = gpt_parameters(shape)
     table["layers.7.attn.qkv.weight"].split_dim      0: its rows are cut
@@ -61,7 +61,7 @@ class ModelShape:
 class ForeignNames:
     """A parameter's name in other programs' files; `*` is the number of its layer.
 
-    `core` is Megatron Core with Transformer Engine, where a norm belongs to the linear layer behind
+    `core` is Megatron Core with Transformer Engine, where a norm belongs to the linear layer after
     it, `core_local` Megatron Core with `--transformer-impl local`, `classic` Megatron-DeepSpeed.
     """
 
@@ -109,7 +109,7 @@ class Param:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether activations are multiplied by it; a table that is looked up is no matrix."""
+        """Whether activations are multiplied by it; an embedding table is no matrix."""
         return self.kind == "linear" and len(self.shape) == 2
 
     def of_layer(self, number: int) -> str:
@@ -162,7 +162,7 @@ class ParamTable:
         return [row for row in self.rows if row.in_every_layer]
 
     def at(self, end: Literal["first", "last"]) -> list[Param]:
-        """What that end of the network has beside its layers."""
+        """What that end of the network has besides its layers."""
         return [row for row in self.rows if row.end == end or (end == "last" and row.tied_to_head)]
 
 
@@ -303,7 +303,7 @@ def norm_rows(
     end: Literal["first", "last"] | None = None,
     foreign: ForeignNames | None = None,
 ) -> list[Param]:
-    """A norm, which stands between the blocks and stays in fp32."""
+    """A norm, which is between the blocks and stays in fp32."""
     weight = Param(
         name=f"{name}weight",
         shape=(width,),

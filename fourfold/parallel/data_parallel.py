@@ -1,8 +1,10 @@
-"""Gradient all-reduce, and the check that what several ranks hold alike stays alike.
+"""Data parallelism (DDP): the gradient all-reduce, and the check that replicas stay equal.
 
 Gradients of sharded parameters come summed from torch. The rest is here:
-- plain data parallelism, one message a layer, sent as soon as the layer's last gradient is there;
-- what only saw its own positions under sequence parallelism, summed over the model-parallel ranks;
+
+- plain data parallelism, one message a layer, sent as soon as the layer's last gradient is ready;
+- parameters that saw only this rank's positions under sequence parallelism, summed over the
+  model-parallel ranks;
 - the embedding, which the first and the last pipeline stage both hold.
 """
 
@@ -35,7 +37,7 @@ class Bucket:
         self.to_copy: list[tuple[Tensor, Tensor]] = []
 
     def send(self) -> None:
-        """From here on the gradients are views of the message, so they are not held twice."""
+        """From here on the gradients are views of the message, so they are not stored twice."""
         members = [p for p in self.parameters if p.grad is not None]
         flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
         self.sent = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -129,7 +131,7 @@ class ReplicaDrift(RunError):
 def check_replicas(
     table: ParamTable, shards: Mapping[str, Shard], mesh: Mesh, sharded: bool, when: str
 ) -> None:
-    """Raise `ReplicaDrift` on every rank if any parameter differs between its holders.
+    """Raise `ReplicaDrift` on every rank if any parameter differs between its replicas.
 
     A rank that computes wrongly, or a reduction that leaves someone out, shows first in parameters
     that are held more than once. Each rank hashes its own; those that hold the same compare.
@@ -154,7 +156,7 @@ def check_replicas(
 def _groups_of_holders(
     table: ParamTable, shards: Mapping[str, Shard], mesh: Mesh, sharded: bool
 ) -> list[tuple[ProcessGroup | None, str, list[str]]]:
-    """For each axis, the keys of what its ranks hold alike, in the same order on all of them."""
+    """For each axis, the keys of what its ranks replicate, in the same order on all of them."""
     keys = sorted(shards)
     plain = [] if sharded else keys
     tied = [key for key in tied_keys(table) if key in shards]
@@ -168,7 +170,7 @@ def _groups_of_holders(
 
 
 def _differing(group: ProcessGroup | None, axis: str, shards: list[Shard]) -> tuple[list[str], str]:
-    """Names of those that not all ranks of the group have the same bits of, and which ranks."""
+    """Names of those that are not bitwise equal on all ranks of the group, and on which ranks."""
     if group is None or not shards:
         return [], ""
     own = torch.tensor([_hash(shard.local) for shard in shards])
@@ -182,7 +184,7 @@ def _differing(group: ProcessGroup | None, axis: str, shards: list[Shard]) -> tu
 def _differing_here(
     table: ParamTable, shards: Mapping[str, Shard], rank: int
 ) -> tuple[list[str], str]:
-    """The same of the two copies of the embedding that one rank of a V-shaped pipeline holds."""
+    """The same for the two copies of the embedding that one rank of a V-shaped pipeline holds."""
     copies = [shards[key] for key in tied_keys(table) if key in shards]
     differ = len({_hash(copy.local) for copy in copies}) > 1
     return [copies[0].name] if differ else [], f"the two copies on rank {rank}"

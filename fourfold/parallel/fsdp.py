@@ -1,4 +1,4 @@
-"""Group sharding: what each stage divides, in terms of torch's `fully_shard`.
+"""Optimizer state sharding (ZeRO): what each stage divides, with torch's `fully_shard` (FSDP).
 
 | stage | between micro-batches a rank holds             | weights gathered          |
 |-------|------------------------------------------------|---------------------------|
@@ -71,7 +71,7 @@ class Sharding:
             module.set_custom_reduce_scatter(TimedReduceScatter())
 
     def before_backward(self, model: nn.Module, is_last: bool) -> None:
-        """What the backward pass of a micro-batch is to reduce, and what to keep after it."""
+        """What the backward pass of a micro-batch reduces, and what is kept after it."""
         assert isinstance(model, FSDPModule)
         model.set_is_last_backward(is_last)
         model.set_requires_gradient_sync(is_last or self.stage > 1)
@@ -79,8 +79,8 @@ class Sharding:
         model.set_reshard_after_backward(is_last or self.stage == 3)
 
     def drop_gathered(self, model: nn.Module) -> None:
-        """Forget gathered weights. After an evaluation the next step would otherwise use them,
-        and miss the update in between."""
+        """Free gathered weights. After an evaluation the next step would otherwise use them, and
+        miss the update in between."""
         for module in sharded_modules(model):
             module.reshard()
 
@@ -110,7 +110,7 @@ def offsets_of_shard(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 class TimedAllGather(DefaultAllGather):
-    """Torch's own, with its time counted."""
+    """Torch's own, timed."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         with timed_comm():

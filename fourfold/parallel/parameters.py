@@ -1,7 +1,7 @@
 """The parameters of this rank: which shard of each it holds, and how many others hold the same.
 
 They are kept by *key*: the name of the parameter, and for the copy of the word embedding that the
-last pipeline stage has as its head, that name with `#tied` behind it.
+last pipeline stage has as its head, that name with `#tied` after it.
 """
 
 from __future__ import annotations

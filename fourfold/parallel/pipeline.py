@@ -1,9 +1,9 @@
-"""The pipeline: torch's schedules over the parts of the model on this rank.
+"""Pipeline parallelism: torch's schedules over the parts of the model on this rank.
 
-Every rank calls `step` with the same arguments; the first stage takes the tokens, the last one
-the labels. The loss is computed inside the last stage, divided already, so nothing is scaled
-after the fact. Evaluation has a loop of its own, which serves every schedule alike: two of
-torch's cannot run forward alone.
+Every rank calls `step` with the same arguments; the first stage takes the tokens, the last one the
+labels. The loss is computed inside the last stage, already divided, so nothing is scaled
+afterwards. Evaluation has its own loop, which works for every schedule: two of torch's cannot run
+forward only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Arguments = dict[str, Any]
 
 
 class Stage(PipelineStage):
-    """A stage that reduces its gradients when its sharding stage says so.
+    """A stage that reduces its gradients as its sharding stage requires.
 
     Torch's own keeps whole gradients and weights until the last micro-batch, which is sharding
     stage 1. Here, at stages 2 and 3, each backward pass reduces, and at 3 it frees the weights.
@@ -162,7 +162,7 @@ class Pipeline:
         )
 
     def step(self, tokens: Tensor, arguments: Arguments) -> Tensor:
-        """Forward and backward of all micro-batches; the summed loss, zero where it is not known.
+        """Forward and backward of all micro-batches; returns the summed loss, zero if unknown.
 
         Each argument has a row for every sample, or one for every micro-batch.
         """
@@ -181,7 +181,7 @@ class Pipeline:
         return sum(stage.busy_seconds for stage in self.stages)
 
     def forward(self, micro_batches: list[tuple[Tensor, Arguments]]) -> list[Tensor]:
-        """What the last stage gives for each micro-batch; an empty list on the other ranks."""
+        """The last stage's output for each micro-batch; an empty list on the other ranks."""
         sent: list[tuple[dist.Work, Tensor]] = []
         arrived: dict[Work, Arrival] = {}
         outputs: list[Tensor] = []
@@ -222,7 +222,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What goes into a stage, here already or on its way."""
+    """The input of a stage, received or in flight."""
 
     tensor: Tensor
     on_its_way: dist.Work | None = None

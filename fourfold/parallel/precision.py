@@ -1,4 +1,4 @@
-"""Precision: which numbers the network computes in, and where its fp32 weights live.
+"""Mixed precision: the dtype the network computes in, and where its fp32 weights live.
 
 | dtype    | level | computes in         | weights                                         |
 |----------|-------|---------------------|-------------------------------------------------|
@@ -51,7 +51,7 @@ class Precision:
 
     def apply_autocast(self, module: nn.Module, device: torch.device) -> None:
         """At O1, run the module's forward under autocast; nothing at the other levels, or for a
-        model that is only drawn and will not run."""
+        model that is only traced and will not run."""
         if self.level == "O1" and device.type != "meta":
             module.forward = torch.autocast(device.type, self.dtype)(module.forward)
 
@@ -75,21 +75,22 @@ class Precision:
         return {k: one for k, one in parameters.items() if not table[name_of(k)].stays_fp32}
 
     def weight_dtype(self, table: ParamTable, key: str) -> torch.dtype:
-        """What this parameter is computed with."""
+        """The dtype this parameter is computed in."""
         low = self.level == "O2" and not table[name_of(key)].stays_fp32
         return self.dtype if low else torch.float32
 
     def collect(
         self, parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]
     ) -> None:
-        """Move what arrived without a hook: schedules that split the backward pass call none."""
+        """Move the gradients that arrived without a hook: schedules that split the backward pass
+        call none."""
         for name, parameter in parameters.items():
             if parameter is not masters[name] and parameter.grad is not None:
                 _move_gradient_to(masters[name])(parameter)
 
 
 def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """As soon as a low-precision gradient is whole, add it to the master's and free it."""
+    """As soon as a low-precision gradient is complete, add it to the master's and free it."""
 
     def move(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""Running batches: the same two calls for every layout, `run` to train and `evaluate`.
+"""Running batches with gradient accumulation: for every layout, `run` to train and `evaluate`.
 
 `run` takes one rank's share of a global batch, cuts it into micro-batches and leaves the summed
 gradients on the fp32 master weights. The loss is divided by the valid tokens of the *global*
@@ -42,7 +42,7 @@ NORM_PIECE = 65536
 
 
 class Runner:
-    """The parts of a model in their final place, with their precision and micro-batch size."""
+    """The parts of a model in their final form, with their precision and micro-batch size."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Runner:
         )
 
     def initialize(self) -> None:
-        """Fresh weights, of which a rank draws what it holds."""
+        """Initialise the weights; each rank draws only what it holds."""
         # The tied copy has the name of the embedding, so it comes by itself.
         tied = set(tied_keys(self.table)[1:])
         for keys in (self.shards.keys() - tied, self.shards.keys() & tied):
@@ -139,7 +139,7 @@ class Runner:
         sum_tied(self.table, self.masters, self.mesh)
 
     def _dropout_seeds(self, step: int, micro_batches: int) -> list[int]:
-        """One for each micro-batch, numbered over the global batch: every layout drops alike.
+        """One per micro-batch, numbered over the global batch: dropout is the same in every layout.
 
         With sequence parallelism ranks hold different positions, which must not drop alike.
         """
@@ -152,15 +152,15 @@ class Runner:
 
     @torch.no_grad()
     def sync_weights_from_masters(self) -> None:
-        """Bring low-precision weights in line with their masters, after an update or a load."""
+        """Copy the fp32 masters to the low-precision weights, after an update or a load."""
         for key, parameter in self.parameters.items():
             if parameter is not self.masters[key]:
                 parameter.copy_(self.masters[key])
         self._drop_gathered()
 
     def shards_to_load(self) -> dict[str, Shard]:
-        """What a load fills, by key. Of two copies of the embedding on this rank, as at the ends
-        of a V-shaped pipeline, the first stands for both: `after_load` copies it."""
+        """The tensors that a load fills, by key. Of two copies of the embedding on this rank, as at
+        the ends of a V-shaped pipeline, the first is used for both: `after_load` copies it."""
         return {key: one for key, one in self.shards.items() if key not in self.tied_copies}
 
     @property
@@ -171,7 +171,7 @@ class Runner:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """After a load: bring every copy of what was filled in line with it."""
+        """After a load: update every copy of what was filled."""
         for copy, original in self.tied_copies.items():
             self.shards[copy].local.copy_(self.shards[original].local)
         if not self.trains and self.sharding is None:
@@ -254,8 +254,8 @@ class Runner:
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
     """Of all elements, accurate to fp32 whatever the sizes.
 
-    Torch's norm on a CPU adds squares one after the other in fp32, and loses a thousandth of a
-    tensor of forty million elements. So large tensors are taken in pieces, added up in fp64.
+    Torch's norm on a CPU adds squares one by one in fp32, and loses a thousandth of a tensor of
+    forty million elements. So large tensors are taken in pieces, added up in fp64.
     """
     pieces = [
         piece

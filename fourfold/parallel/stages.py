@@ -12,7 +12,7 @@ Work = tuple[int, int]  # a stage and a micro-batch
 
 
 def layers_of_stages(num_layers: int, stages: int, given: list[int] | None = None) -> list[range]:
-    """The layers of each stage: as given, or as even as can be with the longer ones inside."""
+    """The layers of each stage: as given, or as even as possible with the longer ones inside."""
     if given is None:
         short, longer = divmod(num_layers, stages)
         given = [short] * stages
@@ -32,12 +32,12 @@ def stages_of_rank(pp_rank: int, pp: int, schedule: str, per_rank: int) -> list[
 
 
 def forward_rounds(rank_of_stage: Sequence[int], micro_batches: int) -> list[list[Work]]:
-    """The order in which all ranks run a forward pass alone: round by round, what is done in each.
+    """The order in which all ranks run a forward-only pass: round by round, what is done in each.
 
     In a round a rank runs one of its stages on one micro-batch, a late stage before an early one.
-    What a round gives is handed on at its end, in the order of the stages. So all messages have one
-    order that every rank keeps to, and none can wait for another in a circle, even where a send
-    only ends when it is received.
+    The outputs of a round are sent at its end, in the order of the stages. So all messages have one
+    order that every rank keeps to, and no deadlock is possible, even where a send only ends when it
+    is received.
     """
     stages = len(rank_of_stage)
     done = [0] * stages  # micro-batches that each stage has run

@@ -1,4 +1,4 @@
-"""Model (tensor) parallelism: each rank holds a slice of every matrix.
+"""Tensor parallelism (model parallelism): each rank holds a slice of every matrix.
 
 Torch's `parallelize_module` applies the styles below, which follow its `ParallelStyle` but keep
 plain local tensors where torch's own make DTensors of the activations: the same collectives at a
@@ -49,7 +49,7 @@ def apply_model_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) 
 def _style_of(
     model: GPT, path: str, module: nn.Module, sequence_parallel: bool
 ) -> ParallelStyle | None:
-    """What the table says of the module's weight, by the kind of the module."""
+    """What the table says about the module's weight, by the kind of the module."""
     if isinstance(module, CoreAttention):
         return ParallelHeads(sequence_parallel)
     if isinstance(module, Head):
@@ -114,7 +114,7 @@ class RowParallel(_Style):
 
 
 class VocabParallelEmbedding(_Style):
-    """The word embedding with its rows cut: ids of other ranks' rows give zero here."""
+    """The word embedding with its rows cut: ids of other ranks' rows are zero here."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         start, stop = self.cut(module, "weight", 0, device_mesh)
@@ -132,7 +132,7 @@ class VocabParallelEmbedding(_Style):
 
 
 class PositionEmbedding(_Style):
-    """The position embedding, whole; with sequence parallelism of this rank's positions only."""
+    """The position embedding, whole; with sequence parallelism for this rank's positions only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank, degree, whole_forward = (
@@ -149,7 +149,7 @@ class ParallelHeads(_Style):
     """Attention over this rank's heads. Their dropout must differ from the other ranks'.
 
     Without sequence parallelism the dropout after the block must not differ, so the generator is
-    set aside for the time of the attention.
+    saved and restored around the attention.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -204,7 +204,8 @@ class VocabParallelHead(_Style):
 
 
 def _all_columns(logits: Tensor, ranges: list[tuple[int, int]], group: ProcessGroup) -> Tensor:
-    """(B, T, own V) of every rank -> (B, T, V). For generation: no gradient goes through it."""
+    """(B, T, this rank's V) of every rank -> (B, T, V). For generation: no gradient goes through
+    it."""
     widths = [stop - start for start, stop in ranges]
     # Gathered pieces must be of one size, and the rows of a vocabulary need not divide.
     own = F.pad(logits.detach(), (0, max(widths) - logits.shape[-1])).contiguous()

@@ -1,4 +1,4 @@
-"""A trained model behind HTTP, in the protocol OpenAI's clients speak, with a page to play with.
+"""An HTTP server for a trained model: OpenAI's API, and a page to play with.
 
     serve(config, "my-model", host="127.0.0.1", port=8000, ...)     until a signal ends it
 

@@ -54,7 +54,7 @@ access_log = logging.getLogger("fourfold.serve.access")
 
 
 class SecurityMiddleware:
-    """What every request passes first and every reply last (ASGI middleware)."""
+    """The ASGI middleware that every request passes first and every reply last."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SecurityMiddleware:
 
     def _check_host(self, headers: Headers) -> None:
         """Without a token only this machine is served: a page elsewhere may point its own name at
-        127.0.0.1, and the name is what it cannot hide."""
+        127.0.0.1 (DNS rebinding), but cannot hide that name."""
         host = headers.get("host", "").lower()
         name = host if host.endswith("]") else host.rsplit(":", 1)[0]
         if name not in LOOPBACK_NAMES:
@@ -173,8 +173,8 @@ class SecurityMiddleware:
             )
 
     async def _check_token(self, headers: Headers, client: str) -> None:
-        """A wrong token is answered after a while, and while many wait no other is looked at: so
-        few can be tried in a second, and nothing is learned from how soon an answer comes."""
+        """A wrong token is answered after a delay, and while many wait no other is checked: so few
+        can be tried per second, and the response time reveals nothing."""
         assert self._token is not None
         if self._guessing[client] >= self._limits.guesses:
             raise ApiError(
@@ -204,7 +204,7 @@ class SecurityMiddleware:
 
 
 def client_of(scope: Scope) -> str:
-    """Whom a request is counted for: its address, or the network one subscriber of IPv6 has."""
+    """The client a request is counted for: its address, or for IPv6 one subscriber's network."""
     address = (scope.get("client") or ("",))[0]
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
@@ -259,10 +259,10 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
 
     - A request's head has its time, and bytes that trickle in do not prolong it.
     - Connections are counted. Beyond the limit the one that has waited longest for its next
-      request makes way, so that idle ones cannot keep others out; where none is idle, some more are
+      request is closed, so that idle ones cannot keep others out; where none is idle, some more are
       let in, of which the middleware answers `/health` alone, and those beyond are closed.
     - What still comes of a body that was refused is read for a while, so that the client can see
-      its answer, and no longer.
+      its answer.
     - Bytes that are no request get an answer in the shape of all others.
     """
 

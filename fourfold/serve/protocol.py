@@ -1,8 +1,8 @@
 """Bounds, errors and request bodies of the OpenAI protocol.
 
 Every field of a body is supported, refused, or named here as harmless. A field that is not in these
-classes is refused by its name. A field that is here but not supported takes its neutral value only,
-which many clients send unasked. Types are taken literally: "16" and 16.0 are no integers.
+classes is refused by its name. A field that is here but not supported takes only its neutral value,
+which many clients send by default. Types are taken literally: "16" and 16.0 are no integers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Limits:
 
     @property
     def kept_for_newcomers(self) -> int:
-        """Places of the queue that clients who have texts in it already may not take."""
+        """Places in the queue reserved for clients that have nothing in it yet."""
         return self.waiting // 4
 
 
@@ -77,7 +77,7 @@ class ApiError(Exception):
 
 
 def _only(*neutral: Any) -> AfterValidator:
-    """For what is not supported: no value but those that ask for nothing."""
+    """For what is not supported: only values that request nothing."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in neutral:

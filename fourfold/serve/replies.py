@@ -39,7 +39,7 @@ class TextPiece:
 
 
 class Offsets:
-    """Where in the text each token begins: behind all complete characters before it."""
+    """Where in the text each token begins: after all complete characters before it."""
 
     def __init__(self, tokenizer: Tokenizer, start: int) -> None:
         self._stream = TextStream(tokenizer)
@@ -154,7 +154,7 @@ class Reply:
         return []
 
     def closing(self, new_tokens: int) -> Json:
-        """The last chunk of a client that asked for the usage."""
+        """The last chunk for a client that requested the usage."""
         usage = self.usage(new_tokens)
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
 

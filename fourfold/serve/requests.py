@@ -1,7 +1,7 @@
 """Requests: from a client's body to sequences for the worker, or a clear refusal.
 
-What a body leaves out is what the run's `Generation` section says, but for the seed: without one,
-each request draws its own, which the reply tells.
+Fields left out take their values from the run's `Generation` section, except the seed: without one,
+each request draws its own, which is in the reply.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _sequences(
 
 
 def _new_tokens(prompt: int, asked: int | None, context: ServingContext) -> int:
-    """As many as were asked for, exactly; a default is cut to the room there is."""
+    """Exactly as many as requested; a default is reduced to what fits."""
     room = context.positions - prompt
     if room < (1 if asked is None else asked):
         more = "" if asked is None else f", and max_tokens asks for {asked} more"

@@ -3,7 +3,7 @@
     serve(config, name, ...)     checks, binds, loads, serves
     create_app(service)          the Starlette application: routes, replies, streams of events
 
-What can be refused is refused before a weight is read.
+Whatever can be refused is refused before any weight is read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def serve(
 ) -> bool:
     """Serve the configuration's model until a signal ends it. `name` is the model's for clients.
 
-    False where the model failed and ended it instead: clients were told, and the log says why.
+    Returns False if a model failure ended it instead: clients got an error, and the log says why.
     """
     check_servable(config)
     listener = bind(host, port, token)
@@ -108,7 +108,7 @@ def make_service(
         ("seed", config.Generation.seed is not None, "seed"),
     ):
         if is_set:
-            on_notice(f"Generation.{key} has no effect here; a request asks for its own, {field}")
+            on_notice(f"Generation.{key} has no effect here; each request sets its own, {field}")
     metrics = Metrics()
     context = ServingContext(
         tokenizer=module.tokenizer,

@@ -4,12 +4,12 @@
     async for piece in job: ...           pieces of all its choices, as they are written
     job.cancel()                          any time; its slots are free at the next step
 
-Between two steps of the session the thread takes in new jobs and lets go of cancelled and late
-ones. Clients take turns at the slots that are free, however much each has asked for. A sequence
-depends on nothing but its own request (see fourfold/generate/session.py).
+Between two steps of the session the thread takes in new jobs and drops cancelled and late ones.
+Clients take turns at the free slots, however much each has requested. A sequence depends on nothing
+but its own request (see fourfold/generate/session.py).
 
-A step that fails ends the jobs in it, and the thread continues with a new session. Where that fails
-too, the model is lost: every job is told, `failed` is True, and `on_failure` is called once.
+A step that fails ends the jobs in it, and the thread continues with a new session. If that fails
+too, the model is lost: every job gets an error, `failed` is True, and `on_failure` is called once.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Worker:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Ends after the step it is at; jobs that are not done are told so."""
+        """Ends after the current step; unfinished jobs get an error."""
         self._stopping = True
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
@@ -339,7 +339,7 @@ class Worker:
             return list(self._jobs)
 
     def _recover(self, error: Exception) -> None:
-        """After a step that failed nothing is known about the cache: all begin anew."""
+        """After a failed step nothing is known about the cache, so everything starts afresh."""
         known = isinstance(error, UserError)
         if not known:
             log.exception("a step failed")

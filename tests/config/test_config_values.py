@@ -216,8 +216,8 @@ def test_dp_follows_the_number_of_processes(load: Load, problems: Problems) -> N
                 "Distributed.sharding.sharding_degree=2",
                 "Distributed.sharding.sharding_stage=2",
             ],
-            "Distributed.sharding.sharding_stage=2 cannot hold with pp_schedule=ZBVZeroBubble, "
-            "which splits the backward pass",
+            "Distributed.sharding.sharding_stage=2 cannot be combined with "
+            "pp_schedule=ZBVZeroBubble, which splits the backward pass",
         ),
         (
             ["Distributed.mp_degree=2", "Model.ffn_hidden_size=4095"],

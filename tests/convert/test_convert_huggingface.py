@@ -239,7 +239,7 @@ def test_vocabulary_is_cut_on_demand(tmp_path: Path) -> None:
     done = convert(tmp_path / "hf", tmp_path / "cut", "hf", vocab_size=50)
     assert any("64 to 50" in note for note in done.notes)
     assert theirs(tmp_path / "cut").config.vocab_size == 50
-    with pytest.raises(CheckpointError, match="not invented"):
+    with pytest.raises(CheckpointError, match="not added"):
         convert(tmp_path / "hf", tmp_path / "more", "hf", vocab_size=100)
     assert not (tmp_path / "more").exists()
 

@@ -175,7 +175,7 @@ def test_pieces_that_do_not_fit(copied: Path, saved: Path) -> None:
 
     for change, message in (
         (drop, "in no piece"),
-        (elsewhere, "lies nowhere sensible"),
+        (elsewhere, "has an invalid location"),
         (another, "is not the one described"),
     ):
         shutil.copy(saved / METADATA, copied / METADATA)

@@ -196,9 +196,9 @@ def test_formulas() -> None:
 def test_too_short_a_text_is_refused(pair: tuple) -> None:
     scorer = Scorer(pair[0], 2)
     for pieces in ([], [[5]], [[], [5], []]):
-        with pytest.raises(DataError, match="no token can be judged"):
+        with pytest.raises(DataError, match="no token can be scored"):
             measure_loss(scorer, pieces, 8, 8)
-    with pytest.raises(DataError, match="no token can be judged"):
+    with pytest.raises(DataError, match="no token can be scored"):
         measure_loss(scorer, [[5, 5, 5]], 8, 8, ignored_input=5)
 
 

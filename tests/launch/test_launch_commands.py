@@ -163,7 +163,7 @@ def test_a_second_run_in_the_same_directory_is_refused(first: list[str], tiny: P
         for second in ([], ["--nproc", "2"]):
             result = train("-c", str(tiny), *second)
             assert result.returncode == 2
-            assert f"a run is at work there (process {at_work.pid} on" in result.stderr
+            assert f"in use by another run (process {at_work.pid} on" in result.stderr
             assert "Traceback" not in result.stderr and result.stderr.count("\n") == 1
         at_work.kill()
         at_work.wait()

@@ -43,7 +43,7 @@ SETTINGS = (
     "Engine.save_load.keep_last=2",
 )
 DISK_BYTES = 24 << 20
-OTHER_AT_WORK = "a run is at work there"
+OTHER_AT_WORK = "in use by another run"
 STEP = "global step"
 SAVED = re.compile(r"stopped by .* at step (\d+); the run is saved")
 

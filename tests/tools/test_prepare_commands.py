@@ -50,7 +50,7 @@ def test_prepare_says_what_it_made_and_what_it_dropped(
     assert shown == (
         f"{tmp_path}/out_text_document: 3 documents, {dataset.num_tokens} tokens\n"
         "1 documents without a token were left out\n"
-        "1 bad lines were passed over (1 missing key):\n"
+        "1 bad lines were skipped (1 missing key):\n"
         f"  {tmp_path}/a.jsonl:3: no key 'text' (keys: 'title')\n"
     )
 

@@ -399,7 +399,7 @@ def test_too_many_bad_lines_stop_at_the_same_place_and_can_be_allowed(
         run([source], tmp_path / "out", settings)
     message = str(caught.value)
     # 1000 bytes to a part: the second takes the count beyond the limit.
-    assert message.startswith("32 bad lines were passed over (16 invalid JSON, 16 missing key):")
+    assert message.startswith("32 bad lines were skipped (16 invalid JSON, 16 missing key):")
     assert f"{source}:2: not a line of JSON" in message
     assert "--max-bad-lines 30" in message
     assert list((tmp_path / "out_text_document.parts").glob("*/part-*.json"))
@@ -504,7 +504,9 @@ def test_two_runs_at_once_are_noticed(tmp_path: Path, base: PrepareSettings) -> 
     source.write_bytes(json_lines(TEXTS))
 
     def second(_: PrepareProgress) -> None:
-        with pytest.raises(UserError, match=r"another `fourfold data prepare` is at work there"):
+        with pytest.raises(
+            UserError, match=r"another `fourfold data prepare` is already running there"
+        ):
             run([source], tmp_path / "out", base)
 
     prepare_files(find_inputs([source]), tmp_path / "out", base, second)

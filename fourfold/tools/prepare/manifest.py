@@ -185,8 +185,8 @@ class PreparePlan:
         with lock.open("w") as file:
             if not _hold(file, lock):
                 raise UserError(
-                    f"{work}: another `fourfold data prepare` is at work there; wait for it, or "
-                    "choose another prefix"
+                    f"{work}: another `fourfold data prepare` is already running there; wait for "
+                    "it, or choose another prefix"
                 )
             try:
                 yield
@@ -324,7 +324,7 @@ def dropped_summary(manifest: dict[str, Any]) -> list[str]:
     dropped = manifest.get("dropped") or {"count": 0}
     if dropped["count"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(dropped["kinds"].items()))
-        lines.append(f"{dropped['count']:,} bad lines were passed over ({kinds}):")
+        lines.append(f"{dropped['count']:,} bad lines were skipped ({kinds}):")
         lines += [f"  {at['path']}:{at['line']}: {at['reason']}" for at in dropped["first"][:5]]
         if dropped["count"] > 5:
             lines.append("  ...")

@@ -169,7 +169,9 @@ def _losses(runs: Sequence[DocumentRange], form: str, force: bool) -> list[str]:
     indexed = [run for run in runs if run.borders is not None] if form == "legacy" else []
     empty = sum(empty_groups(run.borders) for run in indexed)
     if empty:
-        notes.append(f"{empty} documents without a sequence are left out: the format has no place")
+        notes.append(
+            f"{empty} documents without a sequence are left out: the format cannot store them"
+        )
     if any(len(run) > run.num_groups - empty_groups(run.borders) for run in indexed):
         if not force:
             raise DataError(
