@@ -1,4 +1,4 @@
-"""`fourfold bench`: how fast the first iterations of a run are, at its whole batch."""
+"""`fourfold bench`: the speed of the first iterations of a run, at its whole batch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def bench(
 ) -> None:
     """Time the first iterations of a run, at its whole global batch.
 
-    The run is the file's, by the engine that trains, on the processes given: without evaluation,
-    without checkpoints, in a directory of its own that is removed.
+    It is the file's own run, by the same engine and on the processes given, but without evaluation
+    or checkpoints, in a temporary directory.
     """
     if warmup >= iterations:
         raise UserError(

@@ -41,7 +41,7 @@ MoreInputs = Annotated[
 ]
 JsonKey = Annotated[str, typer.Option(help="The key, or column, that holds the text.")]
 Separator = Annotated[
-    Literal["blank-line", "file"], typer.Option(help="What ends a document in .txt files.")
+    Literal["blank-line", "line", "file"], typer.Option(help="What ends a document in .txt files.")
 ]
 MaxDocument = Annotated[
     int, typer.Option(help="Documents longer than this are bad; memory grows with it.")
@@ -232,8 +232,10 @@ def inspect(
         Path | None,
         typer.Option(help="Tokenizer to decode the samples with.", show_default="the data's own"),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the document lengths here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a list.")] = False,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw a histogram of the document lengths to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """Show what token files hold: counts, lengths, text, and where they came from."""
     from fourfold.data.readers import full_name, open_datasets
@@ -407,7 +409,7 @@ def blend(
     override: Overrides = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="'W A W B'", help="A mixture, in place of a configuration's."),
+        typer.Option(metavar="'W A W B'", help="A mixture, instead of a configuration's."),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="With --data: samples to serve.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="With --data: tokens per sample.")] = None,

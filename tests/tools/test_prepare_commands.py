@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ from fourfold.cli.progress import progress_line
 from fourfold.data import open_datasets
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer, train
+from fourfold.tools.prepare.documents import SEPARATORS
 from fourfold.tools.prepare.pipeline import PrepareProgress
 
 app = typer.Typer()
@@ -107,6 +109,10 @@ def test_train_a_tokenizer_that_transformers_loads(tmp_path: Path) -> None:
     ]
     with pytest.raises(DataError, match=r"b\.jsonl:2: not a line of JSON"):
         call("train-tokenizer", *given, "--output", tmp_path / "strict", "--strict")
+
+
+def test_the_command_takes_every_separator_there_is() -> None:
+    assert get_args(get_args(data.Separator)[0]) == SEPARATORS
 
 
 def test_progress_line() -> None:
