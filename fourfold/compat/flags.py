@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 from fourfold.atomic_files import replace_text
 from fourfold.config import load_config
 from fourfold.config.fields import format_value
-from fourfold.config.suggest import did_you_mean, nearest
+from fourfold.config.findings import did_you_mean, nearest
 from fourfold.errors import ConfigError, Setting, UserError
 
 FILE_NAME = "config.yaml"

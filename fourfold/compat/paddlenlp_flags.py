@@ -31,7 +31,7 @@ from fourfold.compat.flags import (
     whole,
 )
 from fourfold.compat.paddlenlp_models import PRESETS, SIZES, model_type_of
-from fourfold.config.suggest import multiple_near
+from fourfold.config.findings import multiple_near
 
 GraphMode = Literal["static", "dynamic"]
 

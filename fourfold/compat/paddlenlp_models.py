@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from fourfold.config.suggest import did_you_mean, nearest
+from fourfold.config.findings import did_you_mean, nearest
 from fourfold.errors import CheckpointError, UserError
 
 ModelType = Literal["gpt", "gpt-cn"]

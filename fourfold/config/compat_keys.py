@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from fourfold.config.fields import leaves
-from fourfold.config.findings import Report
+from fourfold.config.findings import Report, did_you_mean, nearest
 from fourfold.config.schema import Config, ModelSection
-from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.config.yaml_nodes import Entry, Tree, find, put, take, value_of, walk
 
 SECTIONS = list(Config.model_fields)

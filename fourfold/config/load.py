@@ -19,11 +19,17 @@ from pydantic.fields import FieldInfo
 
 from fourfold.config.compat_keys import RENAMED, expand_auto, is_auto, translate
 from fourfold.config.fields import Section, allowed_text, leaves, section_type
-from fourfold.config.findings import ConfigFindings, Message, Report, in_reading_order
+from fourfold.config.findings import (
+    ConfigFindings,
+    Message,
+    Report,
+    did_you_mean,
+    in_reading_order,
+    nearest,
+)
 from fourfold.config.resolve import resolve
 from fourfold.config.rules import check
 from fourfold.config.schema import Config
-from fourfold.config.suggest import did_you_mean, nearest
 from fourfold.config.yaml_nodes import (
     Entry,
     Tree,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
-from fourfold.config.findings import ConfigFindings
+from fourfold.config.findings import ConfigFindings, multiple_near
 from fourfold.config.schema import Config, Dtype, Level
-from fourfold.config.suggest import multiple_near
 from fourfold.errors import Setting
 
 DEFAULT_MICRO_BATCH = 8

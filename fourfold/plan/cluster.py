@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fourfold.atomic_files import replace_text
-from fourfold.config.suggest import did_you_mean, nearest
+from fourfold.config.findings import did_you_mean, nearest
 from fourfold.errors import UserError
 from fourfold.metrics.peaks import PEAKS
 from fourfold.plan.machine import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.yaml_text import Load, Problems
 
-from fourfold.config.suggest import nearest
+from fourfold.config.findings import nearest
 
 
 @pytest.mark.parametrize(
