@@ -577,7 +577,9 @@ def test_a_file_system_without_locks(
     assert "this file system has no locks" in caplog.text
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "fix that")])
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "fix that")]
+)
 @pytest.mark.parametrize("where", ["mkdir", "lock", "plan"])
 def test_a_disk_that_cannot_be_written_from_the_start(
     tmp_path: Path,
