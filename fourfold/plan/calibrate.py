@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Floats
 from fourfold.cost.workload import Workload, spread_of, workload_of
 from fourfold.errors import UserError
-from fourfold.metrics.jsonl import FILE_NAME, RunFacts, read_facts, read_jsonl
+from fourfold.metrics.jsonl import FILE_NAME, read_facts, read_jsonl
 from fourfold.parallel import layout_of
 from fourfold.plan.cluster import GIB, Cluster
 from fourfold.plan.machine import load_coefficients
@@ -52,7 +52,7 @@ class RunRecord:
 
     path: Path
     world: int
-    layout: str
+    layout: str | None  # None if the run was of a version that did not record it
     times: list[tuple[int, float]]  # (global batch, seconds) of each logging window
     bytes_: float | None
 
@@ -79,7 +79,7 @@ def calibrate(
     """`path` and `overrides` are what the run was started with."""
     config = load_config(path, overrides, record.world)
     layout = str(layout_of(config))
-    if record.layout != layout:
+    if record.layout not in (layout, None):
         raise UserError(
             f"{record.path}: the run had the layout {record.layout}, but {path} gives its "
             f"{record.world} processes {layout}; name the file and the -o of the run (for a layout "
@@ -124,20 +124,35 @@ def read_run(run: Path) -> RunRecord:
     )
 
 
-def _timed_steps(records: list[dict[str, Any]]) -> Iterator[tuple[RunFacts, dict[str, Any]]]:
+class _Start(NamedTuple):
+    """What is known of a start of the run."""
+
+    world_size: int
+    layout: str | None
+
+
+def _timed_steps(records: list[dict[str, Any]]) -> Iterator[tuple[_Start, dict[str, Any]]]:
     """Each with what the run knew of itself when it was last started."""
-    facts: RunFacts | None = None
+    start: _Start | None = None
     for record in records:
-        facts = read_facts(record) or facts
-        if facts is not None and record.get("kind") == "train" and _is_timed(record):
-            yield facts, record
+        if (facts := read_facts(record)) is not None:
+            start = _Start(facts.world_size, facts.layout)
+        elif record.get("kind") == "train" and _is_timed(record):
+            yield start or _Start(_world_size(record), None), record
+
+
+def _world_size(step: dict[str, Any]) -> int:
+    """By the rates of all ranks and of one: earlier versions did not record it."""
+    rates = [step.get(name) for name in ("ips_total", "ips")]
+    total, one = (float(rate) if _is_positive(rate) else 1.0 for rate in rates)
+    return max(1, round(total / one))
 
 
 def _is_timed(step: dict[str, Any]) -> bool:
     return all(_is_positive(step.get(name)) for name in ("batch_seconds", "global_batch_size"))
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 

@@ -283,6 +283,16 @@ def test_calibration_with_a_very_uneven_run_writes_a_cluster_that_loads(tmp_path
     assert load_cluster(tmp_path / "new.yaml").device.band == 1.0
 
 
+def test_calibration_reads_runs_of_earlier_versions(tmp_path: Path) -> None:
+    """They did not record their layout, and the number of ranks is that of the rates."""
+    file = _write_run(tmp_path, [1.0] * 10, world=2)
+    steps = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    lines = [json.dumps(step | {"ips_total": 200.0, "ips": 100.0}) + "\n" for step in steps]
+    file.write_text("".join(lines))
+    record = read_run(tmp_path)
+    assert (record.world, record.layout, len(record.times)) == (2, None, 10)
+
+
 def test_calibration_flags_an_impossible_rate(tmp_path: Path) -> None:
     lines = _calibrated(_write_run(tmp_path, [1e-4] * 10), "V100-32G").lines
     assert any("of the peak" in line for line in lines)
