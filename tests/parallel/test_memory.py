@@ -153,7 +153,7 @@ def test_a_stage_divides_what_it_says(
 PEAKS = {0: 16 + 1.5, 2: 12 + 1.5, 3: 8 + 2.5}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0, 2)), 3])
 def test_the_peak_is_what_is_held_and_a_few_layers(tmp_path: Path, stage: int) -> None:
     one_micro_batch = "Data.batch_size.global_batch_size=2"
     config = config_of(tmp_path, 2, [*DEEP, *layout_of_stage(stage), one_micro_batch])

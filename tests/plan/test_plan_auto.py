@@ -157,6 +157,7 @@ def test_the_documents_auto_parallel_form_trains(tmp_path: Path) -> None:
 # -- every process chooses the same ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_choice_does_not_depend_on_the_process(tmp_path: Path) -> None:
     config = write_config(tmp_path, Distributed={"auto": True})
     script = (

@@ -306,6 +306,7 @@ def test_calibration_needs_steps(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_doctor_writes_a_cluster_that_plans(tmp_path: Path) -> None:
     out = tmp_path / "cluster.yaml"
     result = run("doctor", "--seconds", "0.05", "--out", str(out), "--directory", str(tmp_path))
