@@ -41,8 +41,8 @@ def _heeded() -> list[signal.Signals]:
 
 
 def answer_with_stacks() -> None:
-    """From now on, write the stacks of all threads to standard error when asked for them."""
-    # What it was once told it takes to be in force, though a supervisor's answer came between.
+    """From now on, write the stacks of all threads to standard error on request."""
+    # It believes its earlier registration still holds, though a supervisor's handler replaced it.
     faulthandler.unregister(STACKS_SIGNAL)
     faulthandler.register(STACKS_SIGNAL, sys.__stderr__ or sys.stderr, all_threads=True)
 
@@ -139,7 +139,7 @@ class SupervisorSignals(StopSignals):
             self._awake.recv(4096)
 
     def wait_out(self, seconds: float) -> None:
-        """Sleep for `seconds`, unless a stop is asked for."""
+        """Sleep for `seconds`, unless a stop is requested."""
         deadline = time.monotonic() + seconds
         while self.received is None and (left := deadline - time.monotonic()) > 0:
             self.wait(left)

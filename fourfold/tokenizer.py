@@ -338,7 +338,7 @@ def _merge_ranks(file: TokenizerFile, specials: dict[str, int]) -> dict[bytes, i
 
     tiktoken joins any two neighbours whose bytes together are a token, lowest id first;
     `tokenizers` joins listed pairs, first listed first. They agree when the file is GPT-2's plain
-    form, ids rise along the list of merges, and each token, encoded alone, gives itself: then the
+    form, ids rise along the list of merges, and each token, encoded alone, is itself: then the
     inside of a token is always in the state its one merge expects.
     """
     state: dict[str, Any] = json.loads(file.to_str())

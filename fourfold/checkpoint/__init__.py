@@ -3,8 +3,8 @@
 A checkpoint is a directory of safetensors files, `state.json`, `manifest.json` and the indices of
 what is where; nothing in it is ever unpickled. Tensors are keyed by name
 ("model.layers.0.attn.qkv.weight", "optim.layers.0.attn.qkv.weight.exp_avg"). Each rank writes the
-rectangles of them it is given and asks for the rectangles it wants, so a checkpoint does not know
-the layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale, configuration.
+rectangles of them it is given and reads the rectangles it needs, so a checkpoint does not know the
+layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale, configuration.
 
     save(output_dir, step, tensors, state)        commits output_dir/step_N by rename
     begin_save(...)                               the same, written in the background

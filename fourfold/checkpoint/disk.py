@@ -18,7 +18,7 @@ from fourfold.checkpoint.rendezvous import RankGroup
 from fourfold.errors import CheckpointError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# The device, or the server behind it, does not do what it is asked.
+# The device, or the server behind it, fails.
 FAILED = (
     errno.EIO,
     errno.ENXIO,

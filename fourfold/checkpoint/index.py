@@ -310,7 +310,7 @@ class Part:
         return cls(files, [*kinds], table, digest_of(_table_bytes(table), HASH))
 
 
-# --- on the disk: a line that tells of the rank, then the table -------------------------------
+# --- on the disk: a line about the rank, then the table ---------------------------------------
 
 
 class _KindRecord(StrictRecord):

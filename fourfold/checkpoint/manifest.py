@@ -175,7 +175,8 @@ class Manifest:
 def read_manifest(directory: Path, prefix: str = "") -> Manifest:
     """What `directory` holds of the tensors named `prefix...`; the files are not looked at.
 
-    An index that can have no such tensor is not read. Those that are, are sound in themselves.
+    An index that can have no such tensor is not read. Those that are read are consistent in
+    themselves.
     """
     path = directory / MANIFEST
     data = read_bounded(path, MAX_INDEX_BYTES)

@@ -200,7 +200,7 @@ def tensor_names(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torc
 
 
 class Verified:
-    """The tensors of a checkpoint whose names begin with `prefix`, for whoever wants one at a time.
+    """The tensors of a checkpoint whose names begin with `prefix`, for reading one at a time.
 
     Opening it reads and hashes every file once; `read` then copies single tensors out of the
     mapped files. Until it is closed, a checkpoint that is replaced or removed is an error.

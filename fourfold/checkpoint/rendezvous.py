@@ -247,7 +247,7 @@ class RankGroup:
     timeout_seconds: float = 600.0
     # A collective: what every rank said, by rank.
     gather: Callable[[str], list[str]] = _own_words
-    # Called every few megabytes by a rank that is at work, and not by one that waits.
+    # Called every few megabytes by a rank that is working, not by one that waits.
     beat: Callable[[], None] = silent
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint: pieces of tensors to files, and back into pieces.
 
 Files are named after the first part of the tensors' names, `model-00001-of-00002.safetensors`,
-so that whoever wants only the model reads and hashes only the model; one of many ranks adds its
+so that a reader of the model alone reads and hashes nothing else; one of many ranks adds its
 number, `model-rank00003-00001-of-00002.safetensors`. Several are written at once, each tensor
 hashed on its way to the disk: the safetensors library would write first and leave the file to be
 read again, and torch's `HuggingFaceStorageWriter` holds two more copies of it in memory. Both read

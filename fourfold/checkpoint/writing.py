@@ -75,7 +75,7 @@ def begin_save(
     shards = as_shards(tensors)
     check_writable(shards)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
-    # A thread that is at work says nothing of the life of the rank, until somebody waits for it.
+    # A working thread says nothing about the rank being alive, until somebody waits for it.
     moved = threading.Event()
     quiet = replace(ranks, beat=moved.set)
     work = _Save(Path(output_dir), step, shards, state_bytes, keep_last, quiet).begun()

@@ -53,7 +53,7 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     tokens: Annotated[
-        str | None, typer.Option(metavar="300B", help="Tokens to train on: gives days and cost.")
+        str | None, typer.Option(metavar="300B", help="Tokens to train on, for days and cost.")
     ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of one device for one hour.")
@@ -150,7 +150,7 @@ def plan(
 
 
 def _mode_of(context: typer.Context) -> str | None:
-    """What was asked for; an option that it would ignore is refused."""
+    """The requested mode; an option that it would ignore is refused."""
     given = context.params
     mode = next((name for name in MODES if given[name]), None)
     if mode is not None:

@@ -1,9 +1,9 @@
 """The flags of another program: a table of them, their parser, and the configuration they become.
 
-Both programs whose runs we take over are described in one format: a `Flag` for each flag, with its
-kind, its meaning and the program's default, and a mapping of the flags that are keys of ours under
-another name. `FlagParser` knows the flags of a table and takes no other; `Flags` gives each its
-value and can tell a default from a choice.
+Both programs whose command lines we accept are described in one format: a `Flag` for each flag,
+with its kind, its meaning and the program's default, and a mapping of the flags that are keys of
+ours under another name. `FlagParser` knows the flags of a table and takes no other; `Flags` gives
+each its value and can tell a default from a choice.
 
 `Translation` writes a file in which each value names the flag it came from. It is written into the
 run's directory and trained from, so there is no second way into a run: what the flags meant can be

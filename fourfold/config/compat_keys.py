@@ -129,7 +129,8 @@ NOT_OFFERED: dict[str, tuple[bool, str]] = {
 
 
 def expand_auto(tree: Tree) -> None:
-    """`Distributed: auto` becomes `Distributed.auto: True`, so that degrees can stand beside it."""
+    """`Distributed: auto` becomes `Distributed.auto: True`, so that degrees can be set beside
+    it."""
     entry = tree.get("Distributed")
     if entry is not None and is_auto(entry.value):
         entry.value = {"auto": Entry(True, entry.source, entry.layer)}

@@ -66,7 +66,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ConfigSource
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A configuration as it is written, before names and types are looked at."""
+    """A configuration as it is written, before names and types are checked."""
 
     file: str
     tree: Tree

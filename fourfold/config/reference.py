@@ -48,7 +48,7 @@ _JSON_SCHEMA_BOUNDS = {
 def json_schema(config: Config | None = None) -> dict[str, Any]:
     """JSON Schema of a file in the documented spelling; null is allowed, as the default.
 
-    With a configuration, its resolved values stand as the defaults.
+    With a configuration, its resolved values become the defaults.
     """
     declared = Config.model_json_schema()
     names = {name: name.removesuffix("Section") for name in declared["$defs"]}

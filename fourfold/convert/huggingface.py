@@ -318,7 +318,7 @@ def _config(model: ForeignModel) -> dict[str, Any]:
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, positions: int) -> None:
     tokenizer.save(directory / "tokenizer.json")
-    # GPT-2 has no padding of its own; what stands behind the end is masked, whatever it is.
+    # GPT-2 has no padding of its own; whatever follows the end is masked.
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
     write_json(directory / "tokenizer_config.json", about | special)

@@ -95,7 +95,7 @@ def megatron_deepspeed_flops_per_token(
 
     All T × T pairs of attention, and all four passes when anything is recomputed. Its head counts
     for three quarters of its three passes where nothing is, which no setting of `flops_per_token`
-    gives; with four passes and a feed-forward width of 4 h it is that of recompute "full".
+    reproduces; with four passes and a feed-forward width of 4 h it is that of recompute "full".
     """
     h, layers = shape.hidden_size, shape.num_layers
     attention, head = seq_len / (6 * h), shape.vocab_size / (16 * layers * h)

@@ -337,8 +337,8 @@ def traffic_of(
 def _model_parallel(
     network: Network, spread: Spread, software: Software, stage: Numbers
 ) -> Numbers:
-    """Two blocks a layer; each sums what it gives and, backward, what it was given. In pieces of
-    the sequence the sums are gathers and scatters, which move as much."""
+    """Two blocks a layer; each all-reduces its output and, backward, the gradient of its input. In
+    pieces of the sequence the sums are gathers and scatters, which move as much."""
     first, last = stage_ends(spread, stage)
     unit = spread.micro_batch * network.seq * network.hidden
     given, taken = software.compute_bytes * unit, software.residual_bytes * unit

@@ -26,7 +26,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's; the bytes are those of a step under way, before anything is freed."""
+    """One rank's; the bytes are those in the middle of a step, before anything is freed."""
 
     rank: int
     first_layer: int
@@ -139,7 +139,7 @@ def _weights_and_gradients(
     if layout.sharding == 1:
         return gathered, kept
     if layout.stage == 3:
-        # One layer at work and the next on its way, weights and gradients of each.
+        # The current layer and the next in flight, weights and gradients of each.
         return min(gathered, 2 * widest), kept + min(gathered, widest)
     whole = FP32_BYTES * sum(part.numel for part in parts)
     return gathered, kept + (whole if layout.stage == 1 else widest)

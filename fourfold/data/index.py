@@ -34,7 +34,7 @@ from fourfold.errors import DataError
 
 ORDERS = ("megatron", "fleetx", "elastic")
 # Positions of documents are int32, in the originals' files as in ours; and so are their numbers
-# unless a part lies beyond.
+# unless a part is beyond it.
 MAX_POSITIONS = 2**31 - 1
 DOCUMENTS_AT_ONCE = 1 << 16
 # Indices of short epochs are kept together: as many as make about this many rows of an entry.

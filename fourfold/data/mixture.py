@@ -1,8 +1,8 @@
 """Mixtures: samples of several sources served as one sequence, each source by its share (a blend).
 
 Which source a sample comes from is decided by Megatron's greedy rule (`choose_sources`, below);
-within a source its samples come in their own order, none skipped. `Mixture.open` gives each source
-as many as its share of the run needs.
+within a source its samples come in their own order, none skipped. `Mixture.open` opens as many of
+each source as its share of the run needs.
 
 In the orders megatron and fleetx a mixture is what the originals make of the same weights: other
 weights or another length are another sequence. In elastic order a mixture may change during a run.

@@ -76,7 +76,7 @@ def document_ranges(
 
 
 def whole_split(part: str) -> list[float]:
-    """The split that gives one part every document."""
+    """The split in which one part has every document."""
     return [1.0 if name == part else 0.0 for name in PARTS]
 
 

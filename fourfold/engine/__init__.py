@@ -42,7 +42,7 @@ def build_engine(
     data = mesh.rank_0_first(
         lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
     )
-    # Before memory is taken that a run at work in the same directory may need.
+    # Before allocating memory that another run in the same directory may need.
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     runner = parallelize(config, mesh, device)
     optimizer = build_optimizer(config, runner.masters, runner.decayed())

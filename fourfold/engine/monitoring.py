@@ -101,7 +101,7 @@ class Monitoring:
         self.profiler.step()
 
     def compare(self, step: int) -> None:
-        """At the end: what was expected and what was; every rank comes here."""
+        """At the end: predicted against measured; a collective."""
         if self.comparison is None:
             return
         device, host = device_memory(), host_memory()
@@ -110,14 +110,14 @@ class Monitoring:
         self.comparison.tell(self.sinks, step, peaks, self.meter.logging_freq)
 
     def _with_ranks(self, record: Step) -> Step:
-        """Add what the other ranks measured; every rank comes here at the same steps."""
+        """Add what the other ranks measured; a collective, called at the same steps."""
         steps = record.step - self.reported_step
         spent = comm_times.since(self.waited_before)
         self.reported_step, self.waited_before = record.step, comm_times.copy()
         own = OwnTimes(record.batch_seconds, spent.communication / steps, spent.bubble / steps)
         rows = self.mesh.all_gather(*own.values())
         if not self.on_cpu:
-            # On a GPU the calls only queue work, so waiting cannot be told from computing.
+            # On a GPU the calls only queue work, so waiting cannot be distinguished from computing.
             return record
         times = compare_ranks(rows)
         if warning := self.stragglers.look(times):

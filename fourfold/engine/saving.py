@@ -194,7 +194,7 @@ def check_room(run: Engine) -> list[str]:
     (written,) = run.mesh.all_reduce(bytes_to_save(run.runner, run.optimizer))
     problem, notices = None, list[str]()
     if run.mesh.rank == 0:
-        # What cannot be asked now is told by the first save.
+        # What cannot be checked now, the first save will report.
         with suppress(OSError):
             problem, notices = _room_problem(run, int(written * OVERHEAD))
     if told := run.mesh.broadcast_first(problem):

@@ -197,7 +197,7 @@ def _overrides(options: dict[str, Any]) -> list[str]:
 
 
 def _device(asked: str) -> str:
-    # What the harness says where nothing was asked for; it too takes the CPU without a GPU.
+    # The harness's default; it too takes the CPU without a GPU.
     if asked in ("cuda", "cuda:0"):
         return "auto"
     if asked.startswith("cuda:"):

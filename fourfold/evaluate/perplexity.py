@@ -129,7 +129,7 @@ _REPLACED = (
     (" @.@ ", "."),
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
-# What stands between brackets or quotation marks loses the blanks around it.
+# Text in brackets or quotation marks loses the blanks around it.
 _TIGHTENED = (
     (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),

@@ -4,8 +4,8 @@
     module.generate("Once")                    -> ["Once upon a time ..."]
 
 Below it, each usable alone: `complete` and `generate` for batches of texts and of ids, `Session`
-for sequences that come and go (a server), `beam_search`, and `Decoder`, the network with its KV
-cache. Lengths count new tokens. Prompt and continuation together must fit into the model's
+for sequences that come and go (a server), `beam_search`, and `Decoder`, which runs the network with
+a KV cache. Lengths count new tokens. Prompt and continuation together must fit into the model's
 positions.
 """
 

@@ -40,7 +40,7 @@ class GenerationModule:
         """With a `mesh` of several ranks the model is spread over them as `Distributed` says, and
         every rank must make the same calls."""
         self.config = config
-        # What cannot be asked for is said before a file is read.
+        # Invalid options are reported before any file is read.
         self.options = Options.of(config.Generation, config.Global.seed)
         check_stop(config.Generation.stop)
         for note in without_effect(config):

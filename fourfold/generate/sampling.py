@@ -72,7 +72,7 @@ def keep_top_k(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     vocabulary = probabilities.shape[-1]
     k = min(k, vocabulary)
-    # One more than asked for shows whether there are ties.
+    # One more than requested shows whether there are ties.
     largest, ids = probabilities.topk(min(k + 1, vocabulary), dim=-1)
     smallest_kept = largest[:, k - 1 : k]  # (B, 1)
     if bool((largest[:, k:] == smallest_kept).any()):

@@ -152,7 +152,7 @@ class Nodes:
     master: str
 
     def address(self) -> tuple[str, int]:
-        """Host and port of `HOST:PORT`; an IPv6 address stands in brackets."""
+        """Host and port of `HOST:PORT`; an IPv6 address is in brackets."""
         host, colon, port = self.master.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         plain = host[1:-1] if bracketed else host

@@ -80,7 +80,7 @@ def event_message(record: Mapping[str, Any]) -> str:
 
 
 def log_line(message: str, when: str, level: str = "INFO", colour: bool = False) -> str:
-    """One whole line, without its newline; `when` is an ISO 8601 time, shown as it stands."""
+    """One whole line, without its newline; `when` is an ISO 8601 time, shown unchanged."""
     moment = datetime.fromisoformat(when)
     stamp = f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}"
     prefix = f"[{stamp}] [{level:>8}]"
@@ -107,8 +107,7 @@ class MegatronLines:
     """As in the original, the loss is the mean over the steps since the last line that were not
     skipped, skipped and NaN iterations are counted from line to line, and rates are of the batch of
     the step named. Two things are better: a loss that is not a number is printed, where Megatron
-    leaves the field out and the reader to wonder; and the time of an iteration has no evaluation
-    and no save in it.
+    omits the field; and the time of an iteration has no evaluation and no save in it.
 
     `flops_per_sample` is by the convention of the original, for the field TFLOPs.
     """

@@ -141,9 +141,9 @@ def open_sinks(
     """Open everything a run writes its metrics to, under `output_dir` (TensorBoard's files, if
     asked for, under a directory of their own).
 
-    `resume_step` is the last step already done; what an earlier run recorded beyond it is
-    dropped. `max_steps` gives the progress display of a terminal its end, `style` the lines their
-    form; a `console` that was made elsewhere is used as it is.
+    `resume_step` is the last step already done; what an earlier run recorded beyond it is dropped.
+    `max_steps` is the end of the progress bar on a terminal, `style` the form of the lines; a
+    `console` that was made elsewhere is used as it is.
     """
     directory, config = Path(output_dir), _plain(config or {})
     if console is None:
@@ -157,7 +157,7 @@ def open_sinks(
             sinks.append(
                 TensorBoard(Path(tensorboard_dir or directory / "tensorboard"), config, resume_step)
             )
-        # Last, for it changes what an earlier run left: nothing after it can be refused.
+        # Last, because it changes what an earlier run left: nothing after it may fail.
         jsonl = JsonLines(directory / FILE_NAME, resume_step)
     except OSError as error:
         raise UserError(
@@ -194,7 +194,7 @@ class Console:
     """Writes the records of a run as lines to `stream`, by default standard output.
 
     The lines are FleetX's unless another `style` is named. On a terminal the prefix of lines that
-    have one is coloured, and with `max_steps` a progress bar stands below the log; elsewhere the
+    have one is coloured, and with `max_steps` a progress bar is shown below the log; elsewhere the
     lines are plain.
     """
 

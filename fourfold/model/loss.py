@@ -87,7 +87,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         vocabulary: Vocabulary,
         trains: bool,
     ) -> Tensor:
-        # Of a parameter it is said that it needs a gradient even where none will be asked for.
+        # A parameter counts as needing a gradient even where none will be requested.
         wants_hidden, wants_head = (trains and needed for needed in ctx.needs_input_grad[:2])
         low_head, wide = head.to(dtype), _wide(dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -1,7 +1,7 @@
 """From a model description to something that runs: the order of application, on one screen.
 
-Torch's sharding, pipelining and DTensor take a second to import, so the modules that stand on them
-are imported only where the layout has such an axis.
+Torch's sharding, pipelining and DTensor take a second to import, so the modules that use them are
+imported only if the layout has such an axis.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class MetaParts:
 def parallelize(config: Config, mesh: Mesh, device: torch.device, *, trains: bool = True) -> Runner:
     """Build this rank's part of the model of `config` and make it ready to run batches.
 
-    Nothing is allocated before the model is in its final shape, and weights come from
-    (seed, parameter name) alone, so what is built does not depend on how it is cut. A model that
-    never `trains` is left to whoever loads its weights, and has no master weights beside them.
+    Nothing is allocated before the model is in its final shape, and weights come from (seed,
+    parameter name) alone, so what is built does not depend on how it is cut. A model that never
+    `trains` gets its weights from a checkpoint, and has no master weights beside them.
     """
     meta = build_on_meta(config, mesh, device)
     meta.materialize()

@@ -23,7 +23,7 @@ from fourfold.parallel.parameters import name_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The documents' operator names that hold here without being asked for. Losses, their sums and
+# The documents' operator names that always hold here. Losses, their sums and
 # their division by the token count run in fp32, LayerNorm in the precision of its fp32 weights,
 # and attention's softmax accumulates in fp32.
 ALWAYS_FP32 = {"reduce_sum", "c_softmax_with_cross_entropy", "softmax_with_cross_entropy"}
@@ -104,7 +104,7 @@ def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
 
 
 def unmet_list_entries(black_list: list[str], white_list: list[str], level: str) -> list[str]:
-    """What the custom lists ask for and does not hold at this level: a line for each list."""
+    """What the custom lists request that does not apply at this level: a line for each list."""
     low = ALWAYS_LOW | (LOW_AT_O2 if level == "O2" else set())
     unmet = {
         "custom_black_list": [name for name in black_list if name not in ALWAYS_FP32],

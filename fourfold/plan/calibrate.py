@@ -2,7 +2,7 @@
 
 A run says how long its steps took and how much memory it had. The four numbers a step depends on
 most (products, memory bandwidth, launches, links) are moved as little as agreement needs, each in
-proportion to its part in the step: one figure cannot tell four numbers apart, and does not try to.
+proportion to its part in the step: one figure cannot determine four numbers, and does not try to.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def calibrate(
     workload = workload_of(config, on_cpu=cluster.device.is_cpu)
     before = _predict(workload, cluster)
     moved = _fit(workload, cluster, measured.seconds)
-    # A run whose steps vary that much tells little, but what is written must be readable.
+    # A run whose steps vary that much says little, but what is written must be readable.
     band = min(max(NARROWEST_BAND, measured.scatter), 1.0)
     device = moved.device.model_copy(update={"band": band, "band_below": None})
     moved = moved.model_copy(update={"device": device})

@@ -125,8 +125,8 @@ def _device(found: Measured, processes: int) -> Device:
 
 def _factors(machine: Machine, found: Measured) -> dict[str, float]:
     """What explains the times of whole pieces of a step. A processor's caches make element-wise
-    work faster than its memory, its functions cost arithmetic, and every operation costs its issue:
-    copying alone would not tell."""
+    work faster than its memory, its functions cost arithmetic, and every operation has a launch
+    cost: a copy alone would not show that."""
     few, many = (_layer(batch, machine, found) for batch in LAYER_BATCHES)
     # seconds = fixed + moving / factor + issue, for few and for many tokens
     factor = (many.moving - few.moving) / max(many.left - few.left, 1e-2 * many.moving)

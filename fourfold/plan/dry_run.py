@@ -2,7 +2,7 @@
 
 The process group is torch's fake one, of the full size of the world, and the tensors have shapes
 but no memory, so a rank of 175 billion parameters takes seconds on a laptop. One micro-batch goes
-forward and backward through the parts of the rank, a second one tells what every further one adds,
+forward and backward through the parts of the rank, a second one shows what every further one adds,
 and the reductions at the end of the step run as they are. Dropout, which neither holds nor sends
 anything between ranks, is left out; messages between pipeline stages are counted from their shape.
 """

@@ -138,7 +138,7 @@ class Coefficients:
 @dataclass(frozen=True)
 class CoefficientFit:
     """What one fit finds: the coefficients, and by kind of device the share of its peak that large
-    products reach. Those of the fit to all families stand in cluster.PRESETS, rounded."""
+    products reach. Those of the fit to all families are in cluster.PRESETS, rounded."""
 
     coefficients: Coefficients
     sustained: dict[str, float]

@@ -238,7 +238,7 @@ CUT = ("mp", "pp", "dp", "sharding")
 
 
 def _own(workload: Workload, cluster: Cluster) -> tuple[Spread | None, str | None]:
-    """The file's layout with the data degree this cluster gives, or why it cannot be."""
+    """The file's layout with this cluster's data degree, or why there is none."""
     spread, network = spread_of(workload.config), workload.network
     others = spread.mp * spread.pp * spread.sharding
     if cluster.world % others:

@@ -54,7 +54,7 @@ def _rate(tokens_per_second: float) -> str:
 
 
 def table(plan: Plan, top: int, economics: Economics) -> list[list[str]]:
-    """The best `top` rows, and the file's own layout wherever it stands."""
+    """The best `top` rows, and the file's own layout wherever it ranks."""
     rows = [
         row(str(number), candidate, economics)
         for number, candidate in enumerate(plan.candidates[:top], start=1)

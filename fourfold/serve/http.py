@@ -184,7 +184,7 @@ class SecurityMiddleware:
                 headers={"retry-after": "1"},
             )
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
-        # Compared in constant time, so that the time of the answer tells nothing about the token.
+        # Compared in constant time, so that the response time reveals nothing about the token.
         same = hmac.compare_digest(credentials.strip().encode(), self._token)
         if same and scheme.lower() == "bearer":
             return

@@ -1,11 +1,11 @@
-"""A corpus from the text every Python installation carries; nothing is downloaded.
+"""A corpus from the text that ships with Python; nothing is downloaded.
 
 `write_corpus` gathers the topics of `help()`, the docstrings of the modules compiled into the
 interpreter and the sources of the standard library, one document each, into `corpus.jsonl`: one
 `{"text": ...}` per line, about 30 MB on a full installation and less where tests or sources were
 stripped. The same installation always gives the same bytes.
 
-Documents stand in the order of a hash of their names, so that any prefix of the file, and any
+Documents are in the order of a hash of their names, so that any prefix of the file, and any
 split of it into ranges, has the same mixture of kinds and subjects.
 """
 

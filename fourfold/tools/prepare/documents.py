@@ -60,7 +60,7 @@ class TextRule:
 
 
 def num_chunks(file: InputFile, rule: TextRule, chunk_bytes: int) -> int | None:
-    """How many chunks a file has; None where only reading it to the end can tell."""
+    """How many chunks a file has; None if only reading it to the end can show that."""
     if file.kind == "parquet":
         return _parquet_row_groups(file.path)
     if file.kind == "txt" and rule.document_separator == "file":
@@ -74,8 +74,8 @@ def num_chunks(file: InputFile, rule: TextRule, chunk_bytes: int) -> int | None:
 class ChunkReader:
     """Iterates over the documents of chunks, one chunk at a time.
 
-    After iteration `num_lines` lines or rows started in the chunk, `ended` tells whether the file
-    was seen to end, and `source_bytes` how much of it (as compressed) has been read. The open
+    After iteration `num_lines` lines or rows started in the chunk, `ended` is whether the end of
+    the file was reached, and `source_bytes` how much of it (as compressed) has been read. The open
     stream is kept from one chunk to the next: a compressed file is then decompressed once by each
     process, not once for each chunk.
     """
@@ -165,7 +165,7 @@ class ChunkReader:
     def _blank_line_documents(
         self, stream: LineReader, start: int, end: int | None
     ) -> Iterator[str | BadLine]:
-        """Documents whose preceding blank line (or the file's beginning) lies in the chunk."""
+        """Documents whose preceding blank line (or the file's beginning) is in the chunk."""
         inside = start == 0
         document = self._new_document()
         for line in self._lines(stream, end):
@@ -184,7 +184,7 @@ class ChunkReader:
             yield document.result()
 
     def _finish_beyond(self, stream: LineReader, document: _TextDocument) -> None:
-        """Read a document that lies across the chunk's end up to its own, then go back.
+        """Read a document that crosses the chunk's end up to its own end, then go back.
 
         One that is already bad needs no end, and what follows is not part of this chunk.
         """

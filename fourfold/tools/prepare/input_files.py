@@ -1,10 +1,10 @@
 """Input files of `prepare`: names, directories, globs and standard input, and the lines of a file.
 
-Read are `.txt`, `.jsonl` and `.json`, each also `.gz` or `.zst`, and `.parquet`. Of a directory
-everything of these kinds is input except what is hidden and what Fourfold itself left there:
-manifests of token files and unfinished work. What is left out is reported.
+The formats are `.txt`, `.jsonl` and `.json`, each also `.gz` or `.zst`, and `.parquet`. In a
+directory everything of these kinds is input except what is hidden and what Fourfold itself left
+there: manifests of token files and unfinished work. What is left out is reported.
 
-A `LineReader` gives the lines of a file that may be compressed, from any place on, in bounded
+A `LineReader` reads the lines of a file that may be compressed, from any position, in bounded
 memory.
 """
 
@@ -224,7 +224,7 @@ class LineReader:
 
     @property
     def source_bytes(self) -> int:
-        """How much of the file, as it lies on disk, has been read."""
+        """How many bytes of the file on disk have been read."""
         return self.position if self._raw is None else self._raw.source_bytes
 
     def can_reach(self, start: int) -> bool:
@@ -288,7 +288,7 @@ class LineReader:
         return Line(start, content) if content else None
 
     def _skip_line(self) -> int:
-        """Read on to behind the next line end; the number of bytes.
+        """Read past the next line end; returns the number of bytes.
 
         Where the archive breaks off in this line, that is the line's flaw and not another's.
         """

@@ -176,9 +176,9 @@ class PreparePlan:
 
     @contextmanager
     def locked(self, work: Path) -> Iterator[None]:
-        """Keep other runs off the work directory.
+        """Keep other runs out of the work directory.
 
-        The lock lies beside it: a directory with an open file in it cannot be removed from NFS,
+        The lock is beside it: a directory with an open file in it cannot be removed from NFS,
         where the file lives on under another name.
         """
         lock = work.with_name(f".{work.name}.lock")
@@ -195,7 +195,7 @@ class PreparePlan:
 
 
 def _hold(file: IO[str], lock: Path) -> bool:
-    """Lock a file that was opened; False if another process holds it or has just let go."""
+    """Lock a file that was opened; False if another process holds it or has just released it."""
     if fcntl is None:
         return True
     try:
@@ -244,7 +244,7 @@ class DocumentCounts:
         return sum(self.kinds.values())
 
     def add(self, report: ShardReport) -> bool:
-        """False for a shard that lies beyond the end of its file."""
+        """False for a shard beyond the end of its file."""
         if any(chunk.file in self._ended for chunk in report.chunks):
             return False
         self.documents += report.documents

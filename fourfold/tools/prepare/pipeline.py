@@ -122,7 +122,7 @@ def prepare(
 
 
 def read_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
-    """The string under `key` of each line; blank lines are passed over."""
+    """The string under `key` of each line; blank lines are skipped."""
     return read_texts([describe_input(Path(path), "json")], TextRule(json_key=key))
 
 
@@ -341,7 +341,7 @@ def plan_shards(
     """The shards of the input in order; of files whose number is in `whole`, one each.
 
     A file whose number of chunks nobody knows gets one after the other until it is in `ended`;
-    shards asked for too early lie beyond its end and turn out empty.
+    shards requested too early are beyond its end and turn out empty.
     """
     together: list[tuple[int, int]] = []
     num_bytes = 0

@@ -2,7 +2,7 @@
 
 A finished shard `name` is three files in the work directory:
 
-    name.bin    token ids, as they will stand in the result
+    name.bin    token ids, as they will be in the result
     name.len    tokens of each document (int32), 0 for an empty one
     name.json   counts, and what could not be read; written last, so it marks the shard finished
 

@@ -94,7 +94,7 @@ class DocumentRun(ABC):
 class DocumentRange(DocumentRun):
     """The documents `first` to `stop` of a dataset.
 
-    A document of several sentences that lies across an end of the range is cut there.
+    A document of several sentences that crosses an end of the range is cut there.
     """
 
     def __init__(self, dataset: TokenDataset, first: int, stop: int) -> None:

@@ -140,7 +140,7 @@ def _draw_bins(axes: Axes, histogram: list[dict[str, int]], what: str, colour: s
 
 
 def _place(length: int) -> float:
-    """Where a length stands on the axis: its logarithm, with 0 one octave before 1."""
+    """The position of a length on the axis: its logarithm, with 0 one octave before 1."""
     return float(np.log2(length)) if length > 0 else -1.0
 
 

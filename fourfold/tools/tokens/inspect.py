@@ -171,7 +171,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _origin(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the manifest tells; it may have been edited, so nothing about its values is assumed."""
+    """What the manifest says; it may have been edited, so nothing about its values is assumed."""
     manifest = report["manifest"]
     if manifest is None:
         return [("origin", "unknown (no manifest)")]

@@ -38,9 +38,9 @@ def merge(
 ) -> dict[str, Any]:
     """Write the documents of all sources, in the order given, as one dataset; its manifest.
 
-    Without `form` the result has the format of the first source; for Megatron files it is byte
-    for byte what Megatron's own merging gives. Sources made with different tokenizers, or of
-    which only some say, are refused unless `force`.
+    Without `form` the result has the format of the first source; for Megatron files it is byte for
+    byte what Megatron's own merge writes. Sources made with different tokenizers, or of which only
+    some say, are refused unless `force`.
     """
     datasets = open_datasets(list(sources))
     notes = _compare_tokenizers(datasets, force)

@@ -51,7 +51,7 @@ class VerifyResult:
 def verify(
     prefix: Path, vocab_size: int | None = None, progress: ByteProgress = silent
 ) -> VerifyResult:
-    """Check the dataset of this name; `vocab_size` stands in for the manifest's."""
+    """Check the dataset of this name; `vocab_size` replaces the manifest's."""
     result = VerifyResult(prefix)
     manifest = read_manifest(prefix)
     advance = counting(progress, _bytes_to_read(prefix, manifest))
