@@ -34,7 +34,7 @@ def bench(
         bool, typer.Option("--json", help="Print JSON; the log goes to standard error.")
     ] = False,
 ) -> None:
-    """Time the first iterations of a run, at its whole global batch.
+    """Time the first iterations of a run, at its full global batch.
 
     It is the file's own run, by the same engine and on the processes given, but without evaluation
     or checkpoints, in a temporary directory.

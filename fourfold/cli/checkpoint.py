@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from fourfold.checkpoint.manifest import Manifest
 
-app = typer.Typer(help="Look at, check and merge checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, verify and merge checkpoints.", no_args_is_help=True)
 
 CheckpointPath = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
 
@@ -61,7 +61,9 @@ def verify(place: CheckpointPath) -> None:
 
 @app.command()
 def merge(
-    source: Annotated[Path, typer.Argument(help="A step_N, or an output directory: its newest.")],
+    source: Annotated[
+        Path, typer.Argument(help="A step_N directory, or an output directory for its newest.")
+    ],
     target: Annotated[Path, typer.Argument(help="The new directory to write.")],
     prefix: Annotated[
         str,

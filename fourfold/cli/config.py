@@ -12,7 +12,7 @@ import typer
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import UserError
 
-app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
+app = typer.Typer(help="Inspect a configuration without running it.", no_args_is_help=True)
 
 
 @app.command()

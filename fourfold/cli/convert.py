@@ -26,13 +26,15 @@ def convert(
         int | None, typer.Option(min=1, help="Keep this many rows of a padded vocabulary.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer, where the source has none beside it.")
+        Path | None, typer.Option(help="The tokenizer, if there is none beside the source.")
     ] = None,
     force: Annotated[
-        bool, typer.Option(help="Take a tokenizer that did not make the model's training data.")
+        bool,
+        typer.Option(help="Accept a tokenizer other than the one that made the training data."),
     ] = False,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Type of the weights written [that of the source].")
+        Dtype | None,
+        typer.Option(help="Type of the weights written.", show_default="that of the source"),
     ] = None,
     megatron_names: Annotated[
         Names | None,

@@ -35,7 +35,7 @@ def generate(
         Path | None,
         typer.Option(
             help="A text file that is the prompt, or a .jsonl file with a `prompt` or `text` on "
-            "each line; - is the standard input."
+            "each line; - is standard input."
         ),
     ] = None,
     nproc: Annotated[

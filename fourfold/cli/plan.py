@@ -51,7 +51,7 @@ def plan(
         str | None,
         typer.Option(metavar="mp=8,pp=8", help="Consider only layouts with these degrees."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of rows in the table.")] = 10,
     tokens: Annotated[
         str | None, typer.Option(metavar="300B", help="Tokens to train on, for days and cost.")
     ] = None,

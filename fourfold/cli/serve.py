@@ -25,7 +25,8 @@ def serve(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the token clients must send [environment variable FOURFOLD_TOKEN]."
+            help="File with the token clients must send.",
+            show_default="the environment variable FOURFOLD_TOKEN",
         ),
     ] = None,
     slots: Annotated[

@@ -28,18 +28,21 @@ def target(
         typer.Argument(help="A run's output_dir, or a log of FleetX, Megatron-DeepSpeed or -LM."),
     ],
     step: Annotated[
-        int | None, typer.Option(min=1, help="The step to judge [the last one logged].")
+        int | None,
+        typer.Option(min=1, help="The step to judge.", show_default="the last one logged"),
     ] = None,
-    loss: Annotated[float | None, typer.Option(help="The training loss is below this.")] = None,
+    loss: Annotated[float | None, typer.Option(help="Target: a training loss below this.")] = None,
     ppl: Annotated[
-        float | None, typer.Option(help="The perplexity is below this, evaluated if it was.")
+        float | None,
+        typer.Option(help="Target: a perplexity below this, the evaluated one if there is any."),
     ] = None,
     tgs: Annotated[
-        float | None, typer.Option(help="Median tokens per device per second, at least this.")
+        float | None,
+        typer.Option(help="Target: at least this median of tokens per device per second."),
     ] = None,
     preset: Annotated[TargetPreset | None, typer.Option(help="A published target.")] = None,
 ) -> None:
-    """Say whether a run met a target: exit code 0 if so, 1 if not, 2 if the log cannot tell."""
+    """Check whether a run met a target: exit code 0 if so, 1 if not, 2 if the log cannot tell."""
     from fourfold.tools.targets import NOTES, PRESETS, RunTarget, check_target, log_file, read_log
 
     given: dict[str, Any] = {"loss": loss, "ppl": ppl, "tgs": tgs}

@@ -196,7 +196,7 @@ DEVICE_KEY = "Global.device"
 @dataclass(frozen=True)
 class PaddleLayout:
     """The degrees that count. The static script shards by `--use_sharding` only; the dygraph one,
-    which lost that flag, by `--sharding_degree` unless that is false."""
+    which lost that flag, by `--sharding_degree` unless `--use_sharding` is false."""
 
     dp: int
     mp: int

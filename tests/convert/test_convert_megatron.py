@@ -112,7 +112,7 @@ def test_rank_missing_or_file_cut_off(tmp_path: Path) -> None:
         ("num_experts", [8], "experts"),
         ("bias_gelu_fusion", False, "exact GELU"),
         ("num_layers", 24, "num_layers=24"),
-        ("num_attention_heads", "4", "no sensible number"),
+        ("num_attention_heads", "4", "not a valid number"),
     ],
 )
 def test_other_networks_are_refused(tmp_path: Path, key: str, value: Any, message: str) -> None:
