@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fourfold.config import Config
 from fourfold.cost.memory import memory_of
-from fourfold.cost.workload import Network, software_of, spread_of
+from fourfold.cost.workload import MOMENT_BYTES, Network, software_of, spread_of
 from fourfold.mesh import Layout, is_cpu
 from fourfold.model import ModelShape, table_of
 from fourfold.model.params import Param, split_range
@@ -99,7 +99,7 @@ class _Rules:
             weight_bytes=weights,
             master_bytes=FP32_BYTES * sum(part.kept for part in masters),
             gradient_bytes=gradients,
-            moment_bytes=2 * FP32_BYTES * kept,
+            moment_bytes=MOMENT_BYTES * kept,
             activation_bytes=self.activation_bytes[place["pp"]],
         )
 
