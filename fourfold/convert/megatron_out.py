@@ -7,12 +7,13 @@
 There are three namings, each for what will read it:
 
     core         Megatron Core with Transformer Engine, the default of Megatron-LM: a norm belongs
-    to the linear layer after it core-local   Megatron Core with --transformer-impl local classic
-    Megatron-DeepSpeed, and Megatron-LM before it removed the classic model
+                 to the linear layer after it
+    core-local   Megatron Core with --transformer-impl local
+    classic      Megatron-DeepSpeed, and Megatron-LM before it removed the classic model
 
-Megatron-LM ignores names it does not know and continues with random weights, so the
-naming, the arguments in the files and the flags of the command must all agree: `write_megatron`
-returns the flags.
+Megatron-LM ignores names it does not know and continues with random weights, so the naming, the
+arguments in the files and the flags of the command must all agree: `write_megatron` returns the
+flags.
 """
 
 from __future__ import annotations

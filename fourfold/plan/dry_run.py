@@ -39,16 +39,15 @@ from fourfold.shards import local
 from fourfold.terminal import in_bytes
 
 CPU = torch.device("cpu")
-AGREED_NUMBERS = 3  # loss, squared norm and a wish to stop, in double precision
+AGREED_NUMBERS = 3  # loss, squared norm and a request to stop, in double precision
 
 
 @dataclass(frozen=True)
 class Holding:
     """Bytes one rank holds when its gradients are whole, before the update."""
 
-    weights: (
-        int  # that are multiplied with; sharded, the fp32 ones are divided and count as masters
-    )
+    # That are multiplied with; sharded, the fp32 ones are divided and count as masters.
+    weights: int
     masters: int
     gradients: int
     moments: int
