@@ -237,10 +237,12 @@ class Engine:
             slow_attention_notice(dropout, self.device),
         ]
         self.notices += filter(None, slow)
-        plan = describe(config, self.layout, self.runner, self.data, watch.peak.source)
-        predicted = [] if self.prediction is None else [self.prediction.line()]
-        for line in [*self.notices, *plan, *predicted]:
-            watch.sinks.notice(line)
+        if self.mesh.rank == 0:
+            # The memory of all ranks is in it, and the others have nowhere to write it to.
+            plan = describe(config, self.layout, self.runner, self.data, watch.peak.source)
+            predicted = [] if self.prediction is None else [self.prediction.line()]
+            for line in [*self.notices, *plan, *predicted]:
+                watch.sinks.notice(line)
         return watch
 
     def _outcome(self, loss: float, norm: float) -> StepOutcome:
