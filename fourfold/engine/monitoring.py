@@ -80,7 +80,14 @@ class Monitoring:
                 max_steps=config.Engine.max_steps,
             )
         closing.callback(self.sinks.close)
-        self.sinks.run(RunFacts(str(mesh.layout), mesh.size, *self.peak))
+        self.sinks.run(
+            RunFacts(
+                layout=str(mesh.layout),
+                world_size=mesh.size,
+                peak_flops=self.peak.flops,
+                peak_source=self.peak.source,
+            )
+        )
         self.profiler = _profiler(config, mesh, self.sinks)
         closing.callback(self.profiler.close)
         self.stragglers = Stragglers()
