@@ -106,19 +106,22 @@ class Flags:
     defaults: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        name = f"--{name.removeprefix('--')}"
-        return self.given.get(name, self.defaults.get(name))
+        flag = _with_dashes(name)
+        return self.given.get(flag, self.defaults.get(flag))
 
     def __contains__(self, name: str) -> bool:
-        return f"--{name.removeprefix('--')}" in self.given
+        return _with_dashes(name) in self.given
 
     def origin(self, name: str) -> str:
         """How a reader of the configuration finds the flag."""
-        flag = f"--{name.removeprefix('--')}"
-        return flag if flag in self.given else f"{flag} by default"
+        return _with_dashes(name) if name in self else f"{_with_dashes(name)} by default"
 
     def shown(self, name: str) -> str:
-        return f"--{name.removeprefix('--')} {self[name]}"
+        return f"{_with_dashes(name)} {self[name]}"
+
+
+def _with_dashes(name: str) -> str:
+    return f"--{name.removeprefix('--')}"
 
 
 class FlagParser(argparse.ArgumentParser):
