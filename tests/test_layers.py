@@ -73,8 +73,18 @@ def test_imports_keep_to_the_tiers(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "part",
-    "errors atomic_files charts terminal heartbeat comm_timer signals processors config "
-    "tokenizer".split(),
+    [
+        "errors",
+        "atomic_files",
+        "charts",
+        "terminal",
+        "heartbeat",
+        "comm_timer",
+        "signals",
+        "processors",
+        "config",
+        "tokenizer",
+    ],
 )
 def test_light_parts_import_no_torch(part: str) -> None:
     for file in FILES:
