@@ -110,13 +110,14 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     t, unit = spread.mp, spread.micro_batch * network.seq * network.hidden / spread.context
     c = software.compute_bytes
     split = np.where(spread.sequence_parallel, t, 1)
-    mask = np.where(network.hidden_dropout, 1, 0)
+    mask = np.where(network.hidden_dropout, software.mask_bytes, 0)
     kv = network.kv_share
     wide = network.ffn / network.hidden * np.where(network.gated, 3, 2)
     norms = 2 * software.norm_bytes / split
-    attention_in = mlp_in = c / np.where(software.regathers, split, 1) + mask / split
+    # With sequence parallelism a block keeps its own positions and gathers again.
+    attention_in = mlp_in = (c + mask) / split
     heads = c * (2 + 2 * kv) / t  # query, keys, values, and what the output projection reads
-    table = np.where(network.attention_dropout, 2 * c + software.score_mask_bytes, c) / t
+    table = np.where(network.attention_dropout, 2 * c + software.mask_bytes, c) / t
     sequences = spread.micro_batch / spread.context
     scores = np.where(
         software.flash,
@@ -125,7 +126,7 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     )
     rest = unit * (norms + attention_in + heads + mlp_in + c * wide / t)
     return {
-        "none": rest + scores + software.attention_copies * unit * c / t,
+        "none": rest + scores,
         "core_attn": rest,
         "full_attn": unit * (norms + attention_in + mlp_in + c * wide / t),
         "full": unit * software.residual_bytes / split,
@@ -230,7 +231,8 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
     tokens = spread.micro_batch * network.seq / spread.context
     split = np.where(spread.sequence_parallel, spread.mp, 1)
     first, last = stage_ends(spread, stage)
-    embedded = np.where(first, flight * tokens * network.hidden * network.hidden_dropout / split, 0)
+    mask = software.mask_bytes * np.where(network.hidden_dropout, 1, 0)
+    embedded = np.where(first, flight * tokens * network.hidden * mask / split, 0)
     final = np.where(
         last,
         tokens * network.hidden * (software.norm_bytes + software.compute_bytes) / split,
@@ -338,20 +340,21 @@ def _model_parallel(
     network: Network, spread: Spread, software: Software, stage: Numbers
 ) -> Numbers:
     """Two blocks a layer; each all-reduces its output and, backward, the gradient of its input. In
-    pieces of the sequence the sums are gathers and scatters, which move as much."""
+    pieces of the sequence the sums are gathers and scatters, which move half as much each."""
     first, last = stage_ends(spread, stage)
     unit = spread.micro_batch * network.seq * network.hidden
     given, taken = software.compute_bytes * unit, software.residual_bytes * unit
     by_sequence = np.asarray(spread.sequence_parallel)
-    gathers_again = np.where(by_sequence & np.asarray(software.regathers), taken, 0)
     mode, early = np.asarray(spread.recompute), np.asarray(software.stops_early)
     # Forward again: of each block the gather, and its sum unless nothing asks for it.
-    enters = np.where(by_sequence, taken, 0)
+    enters = np.where(by_sequence, given, 0)
     leaves = np.where(by_sequence, given, 2 * given)
     full = 2 * enters + np.where(early, 1, 2) * leaves
     attention = enters + np.where(early, 0, 1) * leaves
     repeated = np.where(mode == "full", full, np.where(mode == "full_attn", attention, 0))
-    layer = 4 * (given + taken) + 2 * gathers_again + repeated
+    # A block that takes pieces gathers them twice, to multiply and for its weights' gradient.
+    block = np.where(by_sequence, 4 * given + taken, 2 * given + 2 * taken)
+    layer = 2 * block + repeated
     word = np.where(first, 2 * taken, 0)
     losses = 2 * 12 * spread.micro_batch * network.seq  # the largest logit and two sums, in fp32
     head = np.where(last, 2 * taken + losses, 0)

@@ -127,11 +127,9 @@ class Software:
     residual_bytes: Numbers = 2  # per number of the residual stream
     norm_bytes: Numbers = 2  # per number a norm keeps of its input
     wide_norms: Numbers = False  # norms have fp32 weights, which are their own masters
-    regathers: Numbers = True  # sequence parallel: inputs are gathered twice, not kept whole
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
-    attention_copies: Numbers = 0  # more of what attention gives than its one reader keeps
     flash: Numbers = True  # attention never holds the table of scores
-    score_mask_bytes: Numbers = 1  # of dropout, per score, where it does hold them
+    mask_bytes: Numbers = 1  # of dropout, per number it falls on
     logit_bytes: Numbers = 12  # per logit held at once
     logit_tokens: Numbers = np.inf  # of a chunk of logits; at most two chunks are held at once
     overlap: Numbers = 1.0  # share of gradient communication that may hide behind backward
@@ -179,8 +177,7 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
       micro-batch, the low-type copies autocast makes of them;
     - with sharding, master weights and moments are divided; the weights multiplied with are whole
       in stages 1 and 2 and gathered layer by layer in stage 3; gradients are whole in stage 1;
-    - norms keep their input in fp32, gradients add up in fp32, logits exist for a chunk of tokens;
-    - with sequence parallelism the gathered inputs of a block are kept for its backward pass.
+    - norms keep their input in fp32, gradients add up in fp32, logits exist for a chunk of tokens.
     """
     precision, model = config.Engine.mix_precision, config.Model
     low = precision.dtype != "float32"
@@ -191,19 +188,17 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         master_bytes=4 if masters else 0,
         gradient_bytes=4,
         lasting_gradients=config.Fused.tensor_fusion,
-        # A processor's fused attention gives its heads in another order than they are read in.
-        attention_copies=1 if on_cpu else 0,
         reduce_bytes=4,
         gather_bytes=2 if masters else 4,
         cast_bytes=2 if low and not masters else 0,
         residual_bytes=2 if masters else 4,
         norm_bytes=4,
         wide_norms=masters,
-        regathers=False,
         stops_early=True,
         # On a CPU torch has no flash attention with dropout.
         flash=not (on_cpu and model.attention_probs_dropout_prob > 0),
-        score_mask_bytes=(2 if low else 4) if on_cpu else 1,
+        # A processor's masks are numbers to multiply with.
+        mask_bytes=(2 if low else 4) if on_cpu else 1,
         # In place; in low precision there is also the product, and the gradient for the next.
         logit_bytes=6 if low else 4,
         logit_tokens=model.loss_chunk_tokens,

@@ -14,7 +14,9 @@ comes out of it is a partial sum.
 | reduce_from_tp | sum / scatter               | nothing / gather | g          |
 
 left of the slash without, right of it with sequence parallelism; scatter means sum, then keep this
-rank's positions. Letters: B batch, T positions of one rank, D hidden.
+rank's positions. What was gathered is not kept: a layer behind such a crossing keeps its own
+positions and gathers again in the backward pass, when its weights' gradient needs all of them.
+Letters: B batch, T positions of one rank, D hidden, O outputs.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fourfold.comm_timer import timed_comm
-from fourfold.model.gpt import GPT, CoreAttention, Head
-from fourfold.model.loss import Vocabulary
+from fourfold.model.gpt import GPT, CoreAttention, Head, Linear
+from fourfold.model.loss import Vocabulary, compute_dtype
 from fourfold.model.params import split_range
 from fourfold.model.seeds import seed_dropout
 
@@ -86,15 +88,20 @@ class ColumnParallel(_Style):
     """A linear layer whose outputs are cut: every rank computes some of the features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Linear)
         self.cut(module, "weight", 0, device_mesh)
         if module.bias is not None:
             self.cut(module, "bias", 0, device_mesh)
-        group, sequence_parallel, whole_forward = (
-            device_mesh.get_group(),
-            self.sequence_parallel,
-            module.forward,
-        )
-        module.forward = lambda x: whole_forward(copy_to_tp(x, group, sequence_parallel))
+        group, whole_forward = device_mesh.get_group(), module.forward
+
+        def of_own_positions(module: Linear, x: Tensor) -> Tensor:
+            y = gathered_linear(x, module.weight, module.bias if module.fused else None, group)
+            return y if module.fused or module.bias is None else y + module.bias.to(y.dtype)
+
+        if self.sequence_parallel:
+            module.forward = MethodType(of_own_positions, module)  # type: ignore[method-assign]
+        else:
+            module.forward = lambda x: whole_forward(copy_to_tp(x, group, False))  # type: ignore[method-assign]
         return module
 
 
@@ -250,6 +257,60 @@ def copy_to_tp(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tenso
 def reduce_from_tp(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """Out of such a block, with its partial sums added up."""
     return _Scatter.apply(x, group) if sequence_parallel else _Sum.apply(x, group)
+
+
+def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+    """`F.linear` of all positions, of which x (B, T, D) are this rank's: (B, T * ranks, O).
+
+    The same numbers as a gather and a linear layer after it, under autocast too.
+    """
+    dtype = compute_dtype(x.device, x.dtype)
+    given = (one if one is None else _not_a_leaf(one, dtype) for one in (weight, bias))
+    return _GatheredLinear.apply(x.view_as(x), *given, dtype, group)
+
+
+def _not_a_leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The parameter in `dtype`, with a node of its own in the graph.
+
+    Autograd tells whether it will go on to a node, but not whether to a leaf.
+    """
+    return parameter.view_as(parameter) if parameter.dtype == dtype else parameter.to(dtype)
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+    ) -> Tensor:
+        own = x.to(dtype)
+        ctx.save_for_backward(own, weight)
+        ctx.group, ctx.dtype = group, x.dtype
+        return F.linear(_gathered(own, group), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # A pipeline schedule that splits the backward pass comes here once for the gradient of x
+        # and once for those of the weights, and only then are all positions needed.
+        wanted = [
+            node is not None and torch._C._will_engine_execute_node(node)
+            for node, _ in ctx.next_functions
+        ]
+        own, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)  # (B * all T, O)
+        grad_x = grad_weight = grad_bias = None
+        if wanted[0]:
+            whole = rows.mm(weight).view(*gradient.shape[:2], -1)
+            grad_x = _scattered(whole.to(ctx.dtype), ctx.group)
+        if wanted[1]:
+            grad_weight = rows.t().mm(_gathered(own, ctx.group).flatten(0, 1))
+        if len(wanted) > 2 and wanted[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _SumGradient(torch.autograd.Function):

@@ -116,9 +116,8 @@ def _passes(
     # Sums of the backward pass are of what norms gave.
     wide = unit * software.residual_bytes / software.compute_bytes
     reduce_back = 2 * all_reduce_seconds(wide, group, machine)
-    # With sequence parallelism the backward pass may gather the two inputs a second time.
-    regathers = np.asarray(spread.sequence_parallel) & np.asarray(software.regathers)
-    again = np.where(regathers, 2 * gather_seconds(unit, group, machine), 0.0)
+    # With sequence parallelism the backward pass gathers the two inputs a second time.
+    again = np.where(spread.sequence_parallel, 2 * gather_seconds(unit, group, machine), 0.0)
     # A collective starts when the last of its hosts arrives: the more, the later.
     issued = c.kernels + c.collective_kernels * (t - 1)
     host = machine.launch * np.where(software.fused, FUSED_KERNELS, 1.0) * issued

@@ -148,6 +148,7 @@ CASES = [
     Case("sh2 stage3 mp2 sp", quick=True),
     Case("pp2 mp2 sp"),
     Case("pp2 zbv mp2"),
+    Case("pp2 zbv mp2 sp"),
     Case("pp2 sh2"),
     Case("pp2 sh2 stage2"),
     Case("pp2 sh2 stage3"),
@@ -166,6 +167,7 @@ CASES = [
     Case("sh2 stage3", extras=recompute("full")),
     Case("sh2 stage3", extras=("Engine.graph_mode=static",)),
     Case("dp2 mp2", extras=("Engine.graph_mode=static",)),
+    Case("mp2 sp", extras=("Engine.graph_mode=static",)),
     Case("dp2", extras=("Fused.tensor_fusion=True",)),
     # Sizes that do not divide.
     Case("pp2", FIVE_LAYERS, quick=True),
@@ -178,6 +180,7 @@ CASES = [
     Case("mp2", DROPOUT),
     Case("pp2 sh2 stage2", DROPOUT),
     Case("pp2 zbv mp2", DROPOUT, extras=recompute("full")),
+    Case("pp2 zbv mp2 sp", extras=recompute("full")),
     Case("pp2 mp2 sp", DOCUMENTS, quick=True),
     Case("sh2 stage3", DOCUMENTS),
     # Precisions.
@@ -190,6 +193,7 @@ CASES = [
     Case("pp2 mp2 sp", dtype="bfloat16", level="O2"),
     Case("dp2 pp2 zbv", dtype="bfloat16", level="O2"),
     Case("pp2 sh2 stage2 mp2", dtype="bfloat16", level="O1"),
+    Case("mp2 sp", dtype="bfloat16", level="O1"),
     Case("dp2", dtype="float16", level="O2"),
     Case("pp2 mp2", dtype="float16", level="O2", quick=True),
     Case("sh2 stage3 mp2 sp", dtype="float16", level="O2"),

@@ -1,0 +1,29 @@
+"""What a forward pass keeps for its backward pass, counted storage by storage."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def kept_bytes(model: nn.Module, tokens: Tensor) -> int:
+    """Bytes of distinct storages autograd keeps of one batch, the weights and their casts aside."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {p.shape for p in model.parameters()} | {p.t().shape for p in _matrices(model)}
+    seen: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape not in shapes:
+            seen[storage.data_ptr()] = tensor  # held, so that its memory is nobody else's
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, tokens)
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+    del loss
+    return kept
+
+
+def _matrices(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.dim() == 2]
