@@ -228,14 +228,14 @@ def _difference(layout: Layout, device: torch.device) -> str | None:
 
 
 @contextmanager
-def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
+def fake_mesh(layout: Layout, rank: int, device_type: str = "cpu") -> Iterator[Mesh]:
     """One rank of a layout that does not run: its groups exist, but nothing is sent."""
     if layout.world_size == 1:
         yield Mesh(layout)
         return
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:
-        yield Mesh(layout, rank)
+        yield Mesh(layout, rank, device_type)
     finally:
         dist.destroy_process_group()
 

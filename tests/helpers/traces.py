@@ -62,6 +62,7 @@ class Workshop:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         self.yaml = folder / "tiny.yaml"
         self.yaml.write_text(yaml.safe_dump(TINY))
         self.references: dict[tuple[str, ...], list[Trace]] = {}

@@ -1,0 +1,118 @@
+"""Training and generation on CUDA without a GPU: no operation mixes devices, and host waits show.
+
+Every tensor is fake, so this needs no GPU, only a C++ compiler (`helpers.fake_cuda`). It cannot
+show numbers, streams or nccl.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_cuda import PLANTS, FakeCuda, Request, Seen
+from helpers.layout_table import CASES, Case
+from helpers.traces import Workshop
+
+LAST_STEP = 4
+# Compiled graphs and double precision are no other devices' business than the CPU's.
+ON_GPU = [case for case in CASES if case.dtype != "float64" and "static" not in case.name]
+# Together they have every axis, kind of schedule, stage and precision.
+QUICK = {
+    "dp2",
+    "pp2 interleaved",
+    "pp2 zbv",
+    "sh2 stage3 offload",
+    "dp2 sh2 stage2",
+    "pp2 sh2 stage2, hidden_dropout_prob=0.2",
+    "pp2 mp2 sp, reset_attention_mask=True, reset_position_ids=True",
+    "sh2 stage3 mp2, use_recompute=True, recompute_granularity=full",
+    "dp2, tensor_fusion=True",
+    "pp2 sh2 stage2 mp2, bfloat16 O1",
+    "sh2 stage3 mp2 sp, float16 O2",
+}
+
+
+def train(fake: FakeCuda, folder: Path, case: Case, rank: int = 0, **named: Any) -> Seen:
+    """Steps of one rank, of four micro-batches each."""
+    shop, degrees = Workshop(folder), case.degrees
+    samples = 4 * degrees.get("dp", 1) * degrees.get("sh", 1)
+    overrides = [
+        *shop.settings("run"),
+        *case.overrides(),
+        "Engine.eval_freq=0",
+        "Engine.test_iters=0",
+        "Engine.logging_freq=3",
+        f"Engine.max_steps={LAST_STEP}",
+        f"Data.batch_size.global_batch_size={samples}",
+        "Data.batch_size.micro_batch_size=1",
+    ]
+    return fake.run(Request(str(shop.yaml), overrides, case.world, rank, **named))
+
+
+def check(seen: Seen, case: Case, rank: int) -> None:
+    assert seen.error is None, seen.where
+    assert seen.operations > 100
+    assert bool(seen.off_device) == ("offload" in case.layout)
+    assert seen.logged == ([3] if rank == 0 else [])
+
+
+def as_parameters(cases: list[Case]) -> list[Any]:
+    assert {case.name for case in cases} >= QUICK
+    return [
+        pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize("case", as_parameters(ON_GPU))
+def test_no_operation_of_a_step_mixes_devices(
+    fake_cuda: FakeCuda, tmp_path: Path, case: Case
+) -> None:
+    """Of the last rank, which has the end of the network."""
+    rank = case.world - 1
+    check(train(fake_cuda, tmp_path, case, rank), case, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
+def test_the_first_rank_too(fake_cuda: FakeCuda, tmp_path: Path, case: Case) -> None:
+    check(train(fake_cuda, tmp_path, case), case, rank=0)
+
+
+@pytest.mark.parametrize("plant", [plant for plant in PLANTS if "host" in plant])
+def test_a_tensor_left_on_the_host_is_found(
+    fake_cuda: FakeCuda, tmp_path: Path, plant: str
+) -> None:
+    seen = train(fake_cuda, tmp_path, Case("dp1"), plant=plant)
+    assert seen.error is not None and "cuda:0 and cpu" in seen.error, seen.where
+
+
+def test_an_item_is_found_with_its_line(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    planted = train(fake_cuda, tmp_path / "planted", Case("dp1"), plant="an item()")
+    clean = train(fake_cuda, tmp_path / "clean", Case("dp1"))
+    assert len(planted.waits) == len(clean.waits) + LAST_STEP
+    new = {wait.line for wait in planted.waits} - {wait.line for wait in clean.waits}
+    assert len(new) == 1 and "_run_micro_batches" in new.pop()
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_generation(fake_cuda: FakeCuda, tmp_path: Path, weights: str) -> None:
+    generate(fake_cuda, tmp_path, Case("dp1"), f"Inference.weights={weights}")
+
+
+@pytest.mark.parametrize("layout", ["mp2", "pp2 interleaved", "sh2 stage3"])
+def test_generation_over_ranks(fake_cuda: FakeCuda, tmp_path: Path, layout: str) -> None:
+    for rank in range(2):
+        generate(fake_cuda, tmp_path, Case(layout), rank=rank)
+
+
+def generate(fake: FakeCuda, folder: Path, case: Case, *more: str, rank: int = 0) -> None:
+    """Tokens of sequences of different lengths, which are masked and penalised."""
+    shop = Workshop(folder)
+    overrides = [*shop.settings("run"), *case.overrides(), *more]
+    seen = fake.run(Request(str(shop.yaml), overrides, case.world, rank, generates=True))
+    assert seen.error is None, seen.where
+    # A token has to be known before the next: that is one wait, and no more than a handful.
+    each = [sum(wait.step == step for wait in seen.waits) for step in (2, 3)]
+    assert all(0 < waits < 40 for waits in each), seen.waits
