@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ class Desk:
     def __init__(self, folder: Path, overrides: list[str], tokens: int, vocab_size: int) -> None:
         self.folder = folder
         self.overrides = overrides
+        self.outputs = count()  # runs that are alive at once may not share an output directory
         self.yaml = folder / "config.yaml"
         self.yaml.write_text(CONFIG)
         data = folder / "data"
@@ -133,7 +135,7 @@ class Desk:
         places = [
             f"Data.dataset.input_dir={self.folder / 'data'}",
             f"Data.dataset.cache_dir={self.folder / 'cache'}",
-            f"Engine.save_load.output_dir={self.folder / 'output'}",
+            f"Engine.save_load.output_dir={self.folder / f'output{next(self.outputs)}'}",
         ]
         return load_config(self.yaml, [*places, *self.overrides, *overrides], world_size=world)
 
