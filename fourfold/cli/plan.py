@@ -307,7 +307,8 @@ def _pick(plan: Plan, text: str) -> Candidate:
             f"--explain {text}: no legal layout of {plan.cluster.world} ranks has these"
         )
     cluster = plan.cluster
-    concern = concerns(costs.bytes_, cluster.usable_bytes, cluster.device.memory_band)
+    above = cluster.memory_band(costs.spread.pp).above
+    concern = concerns(costs.bytes_, cluster.usable_bytes, above)
     spread = one_spread(costs.spread, int((concern * 1e12 + costs.seconds).argmin()))
     return candidate_of(plan.workload, spread, plan.cluster, plan.coefficients)
 

@@ -129,12 +129,15 @@ class Software:
     wide_norms: Numbers = False  # norms have fp32 weights, which are their own masters
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
     flash: Numbers = True  # attention never holds the table of scores
+    attention_rate: Numbers = 1.0  # of fused attention over the first FlashAttention's
+    tensor_overlap: Numbers = 0.0  # share of tensor parallelism's messages beside products
     mask_bytes: Numbers = 1  # of dropout, per number it falls on
     logit_bytes: Numbers = 12  # per logit held at once
     logit_tokens: Numbers = np.inf  # of a chunk of logits; at most two chunks are held at once
     overlap: Numbers = 1.0  # share of gradient communication that may hide behind backward
     data_inside_pipeline: Numbers = False  # rank order: Megatron's; Fourfold puts data outermost
     split_sends: Numbers = False  # pipeline messages cut over the tensor-parallel ranks
+    blocking: Numbers = False  # the host waits for each kernel before it issues the next
     fused: Numbers = False  # element-wise kernels fused by a compiler or by hand
     reserve_bytes: Numbers = 0.0  # context and communication libraries
     reserve_share: Numbers = 0.0  # fragmentation, as a share of what is allocated

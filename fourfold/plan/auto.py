@@ -190,7 +190,7 @@ def _lines(
 def _figures(candidate: Candidate) -> str:
     return (
         f"{candidate.seconds:.3g} s a step ({candidate.band_text}), {candidate.bytes_ / GIB:.2f} "
-        f"GiB a process (at most +{candidate.memory_band:.0%}: {candidate.fit})"
+        f"GiB a process (at most {candidate.most_bytes / GIB:.2f}: {candidate.fit})"
     )
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
 import yaml
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fourfold.atomic_files import replace_text
 from fourfold.config.findings import did_you_mean, nearest
+from fourfold.cost.terms import Numbers
 from fourfold.errors import UserError
 from fourfold.metrics.peaks import PEAKS
 from fourfold.plan.machine import Machine
@@ -31,9 +33,19 @@ LARGEST_FILE = 1 << 20
 MOST_DEVICES = 2**20
 GIB = 2.0**30
 UNCHECKED_BAND = 0.35  # of a device no published run was available for
-# Of whole runs that were published, the most that one held over what is predicted, the reserve
-# counted: 32.3 % (--self-test). On a processor, of our own: 23 %.
-MEMORY_BAND, MEMORY_BAND_CPU = 0.33, 0.23
+
+
+class MemoryBand(NamedTuple):
+    """By how much of what is predicted, the reserve counted, runs held more, and less."""
+
+    above: Numbers
+    below: Numbers
+
+
+# The extremes over published runs of that kind (--self-test). A run that ran out of memory held at
+# least what its device has; of pipelines one such sets the upper end. On a processor: our own runs.
+STAGE_BAND, PIPELINE_BAND = MemoryBand(0.33, 0.11), MemoryBand(0.42, 0.11)
+CPU_BAND = MemoryBand(0.23, 0.08)
 
 
 class Device(BaseModel):
@@ -60,8 +72,9 @@ class Device(BaseModel):
     band_below: Share | None = Field(
         default=None, description="How much shorter they may be; null: as much."
     )
-    memory_band: NotNegative = Field(
-        default=MEMORY_BAND, description="How much more memory than predicted may be needed."
+    memory_band: NotNegative | None = Field(
+        default=None,
+        description="How much more memory than predicted may be needed; null: by kind of run.",
     )
     has_bf16: bool = Field(default=True, description="False: 16-bit products are fp16 only.")
     is_cpu: bool = Field(default=False, description="A processor: gloo, no flash with dropout.")
@@ -107,19 +120,20 @@ def _device(
 
 
 # Memory is what the driver reports, less than the name says. A800 and H800 are A100 and H100 with
-# fewer links. V100: published runs took 3 to 42 % longer than predicted, and none was faster.
+# fewer links. Bands are ninth deciles over check rows (benchmarks/plan.py --fit); H100, with fewer
+# rows, has that of A100. On V100 runs took 3 to 42 % longer than predicted, and none was faster.
 PRESETS: dict[str, Device] = {
     device.name: device
     for device in (
         _device("V100-16G", 15.7, 0.75, 80, 900, 135, 3.1, 0.45, 0.05),
         _device("V100-32G", 31.7, 0.75, 80, 900, 135, 3.1, 0.45, 0.05),
-        _device("A100-40G", 39.4, 0.865, 108, 1555, 229, 25, 0.17),
-        _device("A100-80G", 79.1, 0.865, 108, 2039, 229, 25, 0.17),
-        _device("A800-80G", 79.1, 0.865, 108, 2039, 153, 25),
-        _device("H100-80G", 79.1, 0.610, 132, 3350, 370, 50, 0.17),
-        _device("H800-80G", 79.1, 0.610, 132, 3350, 164, 50),
-        _device("H200", 139.8, 0.610, 132, 4800, 370, 50),
-        _device("B200", 178.3, 0.610, 148, 7700, 650, 50),
+        _device("A100-40G", 39.4, 0.862, 108, 1555, 229, 25, 0.23, 0.10),
+        _device("A100-80G", 79.1, 0.862, 108, 2039, 229, 25, 0.23, 0.10),
+        _device("A800-80G", 79.1, 0.862, 108, 2039, 153, 25),
+        _device("H100-80G", 79.1, 0.664, 132, 3350, 370, 50, 0.23, 0.10),
+        _device("H800-80G", 79.1, 0.664, 132, 3350, 164, 50),
+        _device("H200", 139.8, 0.664, 132, 4800, 370, 50),
+        _device("B200", 178.3, 0.664, 148, 7700, 650, 50),
         _device("MI300X", 191.5, 0.5, 304, 5300, 310, 50),
     )
 }
@@ -156,6 +170,22 @@ class Cluster(BaseModel):
     @property
     def usable_bytes(self) -> float:
         return self.device.memory_gib * GIB
+
+    def memory_band(self, pp: Numbers) -> MemoryBand:
+        """Of layouts with `pp` pipeline ranks."""
+        device = self.device
+        if device.is_cpu:
+            found = CPU_BAND
+        else:
+            piped = np.asarray(pp) > 1
+            found = MemoryBand(
+                *(
+                    np.where(piped, many, one)
+                    for many, one in zip(PIPELINE_BAND, STAGE_BAND, strict=True)
+                )
+            )
+        above = found.above if device.memory_band is None else device.memory_band
+        return MemoryBand(above + np.zeros(np.shape(pp)), found.below + np.zeros(np.shape(pp)))
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"

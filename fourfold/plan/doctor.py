@@ -14,7 +14,6 @@ import torch
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.plan.cluster import (
     GIB,
-    MEMORY_BAND_CPU,
     UNCHECKED_BAND,
     Cluster,
     Device,
@@ -205,7 +204,7 @@ def _plain_device(name: str, memory_gib: float, *, is_cpu: bool) -> Device:
             "intra_latency_us": 50.0 if is_cpu else like.intra_latency_us,
             "inter_latency_us": 100.0 if is_cpu else like.inter_latency_us,
             "band": UNCHECKED_BAND,
-            "memory_band": MEMORY_BAND_CPU if is_cpu else like.memory_band,
+            "band_below": None,
             "is_cpu": is_cpu,
             "cores": num_processors() if is_cpu else 0,
         }

@@ -27,6 +27,7 @@ MOVED_WHOLE, MOVED_HEADS, MOVED_ACTIVATION = 11.0, 8.0, 2.0
 BACKWARD_MOVES = 2.0  # over the forward pass
 BACKWARD_KERNELS = 2.0
 FUSED_KERNELS = 0.5  # of the kernels are left when a compiler joins the element-wise ones
+MATRIX_UNITS = 16.0  # how much faster than the rest of the device they multiply
 LOGIT_MOVES = 28.0  # bytes per logit: cast, softmax, loss, gradient, cast back
 
 
@@ -118,16 +119,17 @@ def _passes(
     reduce_back = 2 * all_reduce_seconds(wide, group, machine)
     # With sequence parallelism the backward pass gathers the two inputs a second time.
     again = np.where(spread.sequence_parallel, 2 * gather_seconds(unit, group, machine), 0.0)
+    shown = 1.0 - np.asarray(software.tensor_overlap)
     # A collective starts when the last of its hosts arrives: the more, the later.
     issued = c.kernels + c.collective_kernels * (t - 1)
     host = machine.launch * np.where(software.fused, FUSED_KERNELS, 1.0) * issued
     return (
-        PassTime(products[0], attention[0], moved, reduce, host),
+        PassTime(products[0], attention[0], moved, shown * reduce, host),
         PassTime(
             products[1],
             attention[1],
             BACKWARD_MOVES * moved,
-            reduce_back + again,
+            shown * (reduce_back + again),
             BACKWARD_KERNELS * host,
         ),
     )
@@ -156,6 +158,7 @@ def linear_seconds(
 def _products(
     network: Network, tokens: Numbers, t: Numbers, machine: Machine, c: Coefficients, size: Numbers
 ) -> tuple[Numbers, Numbers]:
+    machine = replace(machine, peak=machine.peak * machine.linear_gain)
     each = [
         linear_seconds(tokens, n, k, machine, c, size)
         for n, k in weight_shapes(network, t).values()
@@ -174,8 +177,10 @@ def _attention(
     rate = machine.peak * machine.sustained
     head_size = network.hidden / network.heads
     table = sequences * network.heads * s * s * c.scores / machine.layer_bandwidth
-    unfused = flops / rate * (1 + c.inner / head_size)
-    flash = 0.5 * flops / rate
+    # Matrix units take rows of 8 numbers of 2 bytes; other head sizes are multiplied without them.
+    spurned = (head_size % 8 > 0) & (machine.units > 1)
+    unfused = flops / rate * (1 + c.inner / head_size) * np.where(spurned, MATRIX_UNITS, 1.0)
+    flash = 0.5 * flops / (rate * software.attention_rate)
     scale = software.compute_bytes / 2
     forward = np.where(
         software.flash, flash / c.flash_forward, unfused + SCORE_BYTES_FORWARD * scale * table

@@ -1,7 +1,8 @@
 """The numbers the time model computes with: a machine, its links, and fitted coefficients.
 
 A link moves a message in latency + bytes / bandwidth, so its effective bandwidth grows with the
-message; that curve is what makes small collectives expensive.
+message; that curve is what makes small collectives expensive. Between nodes the bandwidth itself
+depends on the message: many adapters are only filled by large ones.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Machine:
     launch: Numbers  # seconds the host needs to issue one kernel
     intra_latency: Numbers  # seconds per hop of a ring
     inter_latency: Numbers
+    linear_gain: Numbers = 1.0  # rate of a layer's products over that in 16 bits, if below 16
     layer_factor: Numbers = 1.0  # speed of element-wise work in a layer over the memory's
     logit_factor: Numbers = 1.0  # and of the loss, and of the optimizer
     update_factor: Numbers = 1.0
@@ -68,9 +70,21 @@ class Group:
         return np.asarray(self.per_node) < self.size
 
 
-def bus_bandwidth(group: Group, machine: Machine) -> Numbers:
-    """Bytes/s: between nodes a group has the network shares of its ranks in one node."""
-    across = np.minimum(group.per_node * machine.inter_bandwidth, machine.intra_bandwidth)
+# Bytes/s of a node in collectives that were measured at the size of activations, 50 MB and less,
+# on four adapters of 25 GB/s (vTrain's runs with mp16; NVIDIA/nccl-tests issue 119). What a node
+# has beyond that has not been shown at that size: half of it counts at RAIL_BYTES.
+SHOWN_BANDWIDTH = 100e9
+RAIL_BYTES = 256e6
+
+
+def bus_bandwidth(group: Group, machine: Machine, message: Numbers) -> Numbers:
+    """Bytes/s of a collective of `message` bytes: between nodes a group has the network shares of
+    its ranks in one node."""
+    across = group.per_node * machine.inter_bandwidth
+    beyond = np.maximum(across - SHOWN_BANDWIDTH, 0.0)
+    filled = message / (message + RAIL_BYTES)
+    across = np.minimum(across, SHOWN_BANDWIDTH) + beyond * filled
+    across = np.minimum(across, machine.intra_bandwidth)
     return np.where(group.crosses_nodes, across, machine.intra_bandwidth)
 
 
@@ -86,7 +100,8 @@ def gather_seconds(
 ) -> Numbers:
     """All-gather or reduce-scatter of `bytes_` in all, as `messages` messages."""
     moved = bytes_ * (group.size - 1) / group.size
-    seconds = messages * _latency(group, machine) + moved / bus_bandwidth(group, machine)
+    bandwidth = bus_bandwidth(group, machine, bytes_ / messages)
+    seconds = messages * _latency(group, machine) + moved / bandwidth
     return np.where(np.asarray(group.size) > 1, seconds, 0.0)
 
 
@@ -137,15 +152,21 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class CoefficientFit:
-    """What one fit finds: the coefficients, and by kind of device the share of its peak that large
-    products reach. Those of the fit to all families are in cluster.PRESETS, rounded."""
+    """What one fit finds: the coefficients, and by name of a rate (`RunPlace` in programs.py) the
+    share of the peak that large products reach. Those of A100 and H100 are in cluster.PRESETS."""
 
     coefficients: Coefficients
     sustained: dict[str, float]
 
 
 def load_coefficients(path: Path = COEFFICIENTS_FILE) -> Coefficients:
-    return Coefficients(**_read(path)["values"])
+    return load_fit(path).coefficients
+
+
+def load_fit(path: Path = COEFFICIENTS_FILE) -> CoefficientFit:
+    """The fit to all families."""
+    found = _read(path)
+    return CoefficientFit(Coefficients(**found["values"]), found["sustained"])
 
 
 def load_left_out(path: Path = COEFFICIENTS_FILE) -> dict[str, CoefficientFit]:

@@ -19,7 +19,7 @@ from fourfold.cost.memory import fullest_stage
 from fourfold.cost.terms import Breakdown
 from fourfold.cost.workload import Spread, Workload, spread_of, workload_of
 from fourfold.mesh import Layout
-from fourfold.plan.cluster import Cluster
+from fourfold.plan.cluster import GIB, Cluster, MemoryBand
 from fourfold.plan.machine import Coefficients, load_coefficients
 from fourfold.plan.search import Costs, Fixed, concerns, one_spread, search
 from fourfold.plan.steptime import step_time_of
@@ -39,7 +39,7 @@ class Candidate:
     capacity: float  # bytes of one device
     band: float  # share by which the step may take longer
     band_below: float  # or be shorter
-    memory_band: float  # share by which memory may be more
+    memory_band: MemoryBand  # shares by which memory may be more, or less
     tokens_per_second: float  # of all ranks
     mfu: float
 
@@ -54,15 +54,26 @@ class Candidate:
     @property
     def most_bytes(self) -> float:
         """With what memory was found to be more than predicted."""
-        return self.bytes_ * (1 + self.memory_band)
+        return self.bytes_ * (1 + float(self.memory_band.above))
+
+    @property
+    def least_bytes(self) -> float:
+        return self.bytes_ * (1 - float(self.memory_band.below))
 
     @property
     def concern(self) -> float:
-        return float(concerns(np.array(self.bytes_), self.capacity, self.memory_band))
+        return float(concerns(np.array(self.bytes_), self.capacity, self.memory_band.above))
 
     @property
     def fit(self) -> Fit:
         return fit_of(self.bytes_, self.capacity, self.memory_band)
+
+    @property
+    def memory_text(self) -> str:
+        """With its band, as "57.6 (52-82)"."""
+        low, high = self.least_bytes / GIB, self.most_bytes / GIB
+        digits = 0 if low >= 10 else 1
+        return f"{self.bytes_ / GIB:.1f} ({low:.{digits}f}-{high:.{digits}f})"
 
     @property
     def band_text(self) -> str:
@@ -73,7 +84,8 @@ class Candidate:
         """With its band, as "65.6 ±11"."""
 
         def shown(share: float) -> str:
-            return f"{self.seconds * share:.2g}"
+            part = self.seconds * share
+            return f"{part:.2g}" if part < 100 else f"{part:.0f}"
 
         return f"{self.seconds:.4g} {off_by(self.band, self.band_below, shown)}"
 
@@ -204,16 +216,17 @@ def candidate_of(
         capacity=cluster.usable_bytes,
         band=cluster.device.band,
         band_below=cluster.device.band_below or cluster.device.band,
-        memory_band=cluster.device.memory_band,
+        memory_band=cluster.memory_band(spread.pp),
         tokens_per_second=workload.tokens_per_step / seconds,
         mfu=workload.model_flops / seconds / (float(machine.peak) * int(spread.world)),
     )
 
 
-def fit_of(bytes_: float, capacity: float, memory_band: float) -> Fit:
+def fit_of(bytes_: float, capacity: float, band: MemoryBand) -> Fit:
+    """ "fits" is what fits with the upper end of its band."""
     if bytes_ > capacity:
         return "no"
-    return "tight" if bytes_ * (1 + memory_band) > capacity else "fits"
+    return "tight" if bytes_ * (1 + float(band.above)) > capacity else "fits"
 
 
 def off_by(above: float, below: float, shown: Callable[[float], str]) -> str:
@@ -227,7 +240,8 @@ def _best_of_each_cut(costs: Costs, cluster: Cluster) -> list[int]:
     """For each (mp, pp, dp, sharding): the fastest that fits, else the fastest that just fits."""
     spread, capacity = costs.spread, cluster.usable_bytes
     usable = np.flatnonzero(costs.bytes_ <= capacity)
-    concern = concerns(costs.bytes_[usable], capacity, cluster.device.memory_band)
+    band = cluster.memory_band(np.asarray(spread.pp)[usable])
+    concern = concerns(costs.bytes_[usable], capacity, band.above)
     keys = np.stack([np.asarray(getattr(spread, name))[usable] for name in CUT], axis=1)
     order = np.lexsort((costs.seconds[usable], concern))
     _, first = np.unique(keys[order], axis=0, return_index=True)

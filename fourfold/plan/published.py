@@ -1,10 +1,9 @@
 """Published runs of other people: what was run, and what was measured.
 
-Each row of published_runs.csv is one measurement with its source. A source says what its program
-did (attention kernels, gradient types, rank order); that is a property of the program, known from
-its code, and not fitted. Rows are split into a fit part and a check part by a hash of what was
-run, so that all measurements of one run are on the same side. Figures quoted from memory are never
-fitted and never counted as a check.
+Each row of published_runs.csv is one measurement with its source; programs.py knows the program
+and the machine. Rows of fitted families are split into a fit part and a check part by a hash of
+what was run, so that all measurements of one run are on the same side. Figures quoted from memory
+are never fitted and never counted as a check.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,8 @@ from fourfold.cost.flops import forward_flops
 from fourfold.cost.terms import Floats
 from fourfold.cost.workload import Network, Software, Spread, columns
 from fourfold.errors import UserError
-from fourfold.plan.cluster import PRESETS, Cluster, Device, find_device
 from fourfold.plan.machine import Coefficients, Machine, machine_columns
+from fourfold.plan.programs import RunPlace, bits_of, family_of, place_of, software_of_run
 from fourfold.plan.steptime import step_time_of
 
 FILE = Path(__file__).with_name("published_runs.csv")
@@ -50,7 +49,19 @@ WHAT_WAS_RUN = (
     "model", "layers", "hidden", "heads", "seq", "gpu", "num_gpus", "tp", "pp", "dp",
     "micro_batch", "global_batch",
 )  # fmt: skip
+NEEDED = ("layers", "hidden", "seq", "num_gpus", "tp", "pp", "dp", "micro_batch")
+# Tables that do not say so were made without recomputing, or with next to none.
+WITHOUT_RECOMPUTE = ("Megatron-Bridge", "NeMo", "Megatron-LM README")
+# Whose fit rows give the coefficients, and two sustained shares.
 FITTED_FAMILIES = ("vtrain single", "vtrain multi", "llm-foundry a100", "llm-foundry h100")
+FITTED_RATES = ("A100", "H100 in 2023")
+# Whose fit rows give one share more, by what it is called.
+SHARE_FAMILIES = {
+    "megatron h100": "H100",
+    "megatron h100 fp8": "H100 fp8",
+    "megatron blackwell fp8": "Blackwell fp8",
+    "megatron blackwell fp4": "Blackwell fp4",
+}
 
 
 @dataclass(frozen=True)
@@ -65,118 +76,107 @@ class PublishedRun:
     network: Network
     spread: Spread
     software: Software
-    machine: Machine
-    device: str
+    place: RunPlace
     global_batch: int
     seconds: float
     bytes_: float
     fits: bool  # False: the source says it ran out of memory
+    counted: bool  # whether the row says enough for its memory to be predicted
     part: str  # "fit", "check" or "quoted" (recalled, not looked up)
 
     @property
     def setting(self) -> tuple[object, ...]:
         """Runs with the same setting differ in their layout only, so they can be ranked."""
-        return (self.family, self.device, self.network, self.spread.world, self.global_batch)
-
-
-MEGATRON = Software(
-    flash=False, overlap=0.0, gradient_bytes=2, reduce_bytes=2, data_inside_pipeline=True,
-    split_sends=True, logit_bytes=6,
-)  # fmt: skip
-MEGATRON_CORE = replace(
-    MEGATRON, flash=True, overlap=1.0, gradient_bytes=4, reduce_bytes=4, fused=True, logit_bytes=8
-)
-FSDP = Software(
-    flash=True, overlap=1.0, weight_bytes=0, gradient_bytes=4, reduce_bytes=2, logit_bytes=6,
-)  # fmt: skip
-PADDLE = replace(MEGATRON, split_sends=False)
+        return (self.family, self.place.device, self.network, self.spread.world, self.global_batch)
 
 
 @lru_cache(maxsize=4)
 def published_runs(path: Path = FILE) -> tuple[PublishedRun, ...]:
     """The rows a prediction can be made for; rows without a source's word on them are left out."""
+    rows = _rows(path)
+    try:
+        return tuple(_run(row) for row in rows if _is_predicted(row) and not _lacks(row))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise _not_a_table(path, error) from error
+
+
+def unjudged_ooms(path: Path = FILE) -> list[str]:
+    """Rows of runs that ran out of memory but do not say enough to be predicted, and why."""
+    try:
+        lacking = [(row, _lacks(row)) for row in _rows(path) if row["metric"] == "oom"]
+        return [f"{row['source']}: lacks {', '.join(lacks)}" for row, lacks in lacking if lacks]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _not_a_table(path, error) from error
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        runs = [_run(row) for row in rows]
+            return list(csv.DictReader(file))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a table of runs: {error!r}; its columns are those of the package's "
-            "published_runs.csv"
-        ) from error
-    return tuple(run for run in runs if run is not None)
 
 
-def family_of(source: str, gpu: str) -> str:
-    known = {
-        "vTrain MICRO24 ground_truth_single": "vtrain single",
-        "vTrain MICRO24 ground_truth_multi": "vtrain multi",
-        "Korthikanti": "korthikanti",
-        "Megatron-LM SC21": "sc21",
-        "Megatron-LM golden": "megatron goldens",
-        "BigScience experiments/gpt2": "bigscience v100",
-        "BigScience": "bloom",
-        "MegaScale": "megascale",
-        "MT-NLG": "mt-nlg",
-        "FleetX release": "fleetx readme",
-        "Megatron-LM 0bb597b4": "fleetx readme",
-        "seed002": "seeds",
-        "PaddleFleetX": "seeds",
-        "PaddleNLP": "paddlenlp",
-        "DeepSpeed autotuning": "deepspeed v100",
-        "litgpt": "litgpt",
-        "torchtitan": "torchtitan",
-        "nanotron": "nanotron",
-    }
-    if source.startswith("llm-foundry"):
-        return "llm-foundry " + ("h100" if gpu.startswith("H100") else "a100")
-    return next(
-        (family for name, family in known.items() if name.lower() in source.lower()), "other"
+def _not_a_table(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is not a table of runs: {error!r}; its columns are those of the package's "
+        "published_runs.csv"
     )
 
 
-def _run(row: dict[str, str]) -> PublishedRun | None:
-    """None for rows that lack what a prediction needs, or measure what we do not predict."""
-    metric, precision = row["metric"], row["precision"].lower()
+def _is_predicted(row: dict[str, str]) -> bool:
+    """Whether it measured what we predict, in numbers that we have rates for."""
+    metric = row["metric"]
     if row["source"].startswith("llm-foundry") and metric == "mfu_pct":
-        return None  # the same measurement as its tokens per second
-    wanted = metric in TIME_METRICS or metric in MEMORY_METRICS or metric == "oom"
-    if not wanted or "fp8" in precision or "fp4" in precision:
-        return None
-    needed = ("layers", "hidden", "seq", "num_gpus", "tp", "pp", "dp", "micro_batch")
-    if not all(re.fullmatch(r"\d+", row[name]) for name in needed) or not row["recompute"]:
-        return None
-    if not row["global_batch"] and metric not in MEMORY_METRICS:
-        return None
-    family = family_of(row["source"], row["gpu"])
-    software = _software(family, row)
-    device = _device(row["gpu"], family)
-    if device is None:
-        return None
+        return False  # the same measurement as its tokens per second
+    if bits_of(row["precision"]) < 16 and row["source"].startswith("Megatron-LM golden"):
+        return False
+    return metric in TIME_METRICS or metric in MEMORY_METRICS or metric == "oom"
+
+
+def _lacks(row: dict[str, str]) -> list[str]:
+    """What a prediction needs and the row does not say."""
+    lacking = [name for name in NEEDED if not re.fullmatch(r"\d+", row[name])]
+    if not row["recompute"] and not row["source"].startswith(WITHOUT_RECOMPUTE):
+        lacking.append("recompute")
+    if not row["global_batch"] and row["metric"] not in MEMORY_METRICS:
+        lacking.append("global_batch")
+    family = family_of(row["source"], row["gpu"], row["precision"])
+    if place_of(row, family) is None:
+        lacking.append("gpu")
+    return lacking
+
+
+def _is_counted(row: dict[str, str]) -> bool:
+    """Whether its memory can be predicted: of some ways of recomputing we have no count."""
+    return row["recompute"] not in ("", "selective_op")
+
+
+def _run(row: dict[str, str]) -> PublishedRun:
+    metric, value = row["metric"], float(row["value"])
+    family = family_of(row["source"], row["gpu"], row["precision"])
+    place = place_of(row, family)
+    assert place is not None
     network, spread = _network(row), _spread(row, family)
     batch = int(row["global_batch"] or int(row["micro_batch"]) * int(row["dp"]))
-    seconds = _seconds(metric, float(row["value"]), batch, network, spread, device)
-    cluster = Cluster(
-        nodes=1, devices_per_node=4 if family == "bigscience v100" else 8, device=device
-    )
     return PublishedRun(
         family=family,
         source=row["source"],
         model=row["model"],
         metric=metric,
-        value=float(row["value"]),
+        value=value,
         network=network,
         spread=spread,
-        software=software,
-        machine=cluster.machine("float16"),
-        device=device.name,
+        software=software_of_run(family, row),
+        place=place,
         global_batch=batch,
-        seconds=seconds,
+        seconds=_seconds(metric, value, batch, network, spread, place.peak_tflops),
         # Without the vocabulary the largest tables of a small model are unknown.
-        bytes_=MEMORY_METRICS.get(metric, np.nan) * float(row["value"]) if row["vocab"] else np.nan,
+        bytes_=MEMORY_METRICS.get(metric, np.nan) * value
+        if row["vocab"] and _is_counted(row)
+        else np.nan,
         fits=metric != "oom",
+        counted=_is_counted(row),
         part=_part(row, family),
     )
 
@@ -184,8 +184,10 @@ def _run(row: dict[str, str]) -> PublishedRun | None:
 def _part(row: dict[str, str], family: str) -> str:
     if row["confidence"] != "from_source":
         return "quoted"
-    if family not in FITTED_FAMILIES:
+    if family not in FITTED_FAMILIES and family not in SHARE_FAMILIES:
         return "check"
+    if family == "megatron h100":  # two rows: the small run is fitted, the large one checks it
+        return "fit" if int(row["num_gpus"]) < 1000 else "check"
     what = ",".join(row[name] for name in WHAT_WAS_RUN)
     digest = hashlib.md5(what.encode(), usedforsecurity=False)
     return "fit" if digest.digest()[0] % 2 else "check"
@@ -254,7 +256,13 @@ def _spread(row: dict[str, str], family: str) -> Spread:
     tp, pp, dp = int(row["tp"]), int(row["pp"]), int(row["dp"])
     stage = int(row["zero_stage"]) if row["zero_stage"] in ("1", "2", "3") else 0
     batch = int(row["global_batch"] or int(row["micro_batch"]) * dp)
-    modes = {"full": "full", "selective": "core_attn", "full_attn": "full_attn"}
+    # torchtitan's choice by operation makes every second product again, about a layer's attention.
+    modes = {
+        "full": "full",
+        "selective": "core_attn",
+        "full_attn": "full_attn",
+        "selective_op": "full_attn",
+    }
     virtual = re.search(r"v=(\d+)", row["source"]) or re.search(r"vpp?=(\d+)", model)
     per_chunk = re.search(r"vpp_layers=(\d+)", model)
     chunks = int(virtual[1]) if virtual else 1
@@ -272,57 +280,17 @@ def _spread(row: dict[str, str], family: str) -> Spread:
         micro_batch=int(row["micro_batch"]),
         micro_batches=max(1, batch // (dp * int(row["micro_batch"]))),
         recompute=modes.get(recompute.removesuffix("+SP"), "none"),
-        sequence_parallel=recompute.endswith("+SP") or "sp" in re.findall(r"\w+", model),
+        sequence_parallel=recompute.endswith("+SP")
+        or "sp" in re.findall(r"\w+", model)
+        or (tp > 1 and family.startswith(("megatron h100", "megatron blackwell"))),
         schedule="Interleaved1F1B" if chunks > 1 else "1F1B",
         virtual=chunks if pp > 1 else 1,
         context=int(context[1]) if context else 1,
     )
 
 
-def _software(family: str, row: dict[str, str]) -> Software:
-    if family.startswith("llm-foundry"):
-        return FSDP
-    if family == "litgpt":  # weights, gradients and moments all in bf16
-        return replace(FSDP, weight_bytes=2, master_bytes=0, moment_bytes=4, gradient_bytes=2)
-    if family in ("torchtitan", "nanotron", "other"):
-        compiled = "compile" in (row["source"] + row["model"] + row["precision"]).lower()
-        return replace(FSDP, fused=compiled)
-    if family in ("bloom", "korthikanti"):  # gradients add up in fp32
-        # What nvidia-smi shows above the allocator was 8 to 11 GB on BLOOM's machine.
-        shown = 9e9 if row["metric"] == "mem_gb_nvidia_smi" else 0.0
-        return replace(MEGATRON, gradient_bytes=4, reduce_bytes=4, reserve_bytes=shown)
-    if family == "megatron goldens":
-        own_layers = "gpt3_mcore_tp" in row["source"]  # without Transformer Engine: no flash
-        slow = "deterministic" in row["metric"]
-        return replace(MEGATRON_CORE, flash=not own_layers, deterministic=slow)
-    if family in ("seeds", "paddlenlp", "fleetx readme"):
-        return PADDLE
-    return MEGATRON
-
-
-_GPU = re.compile(r"(V100|A100|A800|H100|H800|H200|B200|MI300X)(?:-(\d+)GB)?.*")
-
-
-def _device(gpu: str, family: str) -> Device | None:
-    match = _GPU.match(gpu)
-    if match is None:
-        return None
-    kind, size = match[1], match[2]
-    if kind == "H100" and size == "96":
-        # HBM2e and a limit of 500 of 700 W, which large products feel.
-        return find_device("H100").model_copy(
-            update={"memory_gib": 96.0, "memory_gbps": 2400.0, "sustained": 0.52}
-        )
-    device = find_device(f"{kind}-{size}G" if f"{kind}-{size}G" in PRESETS else kind)
-    if gpu == "A100":  # vTrain's cluster: four 200 Gb/s adapters for eight devices
-        return device.model_copy(update={"inter_gbps": 12.5})
-    if family == "bloom":  # Jean Zay: four 100 Gb/s adapters for eight devices
-        return device.model_copy(update={"inter_gbps": 6.25})
-    return device
-
-
 def _seconds(
-    metric: str, value: float, batch: int, network: Network, spread: Spread, device: Device
+    metric: str, value: float, batch: int, network: Network, spread: Spread, peak_tflops: float
 ) -> float:
     tokens = batch * network.seq
     if metric == "iter_time_ms":
@@ -336,15 +304,53 @@ def _seconds(
     passes = {"hw_tflops_per_gpu": 4, "mfu_pct": 3}.get(metric)
     if passes is None:
         return float("nan")
+    flops = tokens * _model_flops(network, passes)
+    rate = 1e12 * value if metric == "hw_tflops_per_gpu" else value / 100 * 1e12 * peak_tflops
+    return float(flops / (rate * spread.world))
+
+
+def _model_flops(network: Network, passes: int = 3) -> float:
+    """Of one token, full attention; the layers' in so many forward passes."""
     parts = forward_flops(
         network.hidden, network.ffn, network.vocab, network.seq,
         kv_share=network.kv_share, mlp_matrices=3 if network.gated else 2,
     )  # fmt: skip
-    flops = tokens * (network.layers * passes * parts.layer + 3 * parts.head)
-    rate = (
-        1e12 * value if metric == "hw_tflops_per_gpu" else value / 100 * 1e12 * device.peak_tflops
-    )
-    return float(flops / (rate * spread.world))
+    return float(network.layers * passes * parts.layer + 3 * parts.head)
+
+
+class PublishedMfu(NamedTuple):
+    """The best of one kind: a device, on one node or on several."""
+
+    share: float
+    model: str
+    devices: int
+    source: str
+
+
+_SAME_PEAK = {"A800": "A100", "H800": "H100", "H200": "H100"}
+
+
+@lru_cache(maxsize=32)
+def best_published(device: str, several_nodes: bool) -> PublishedMfu | None:
+    """The highest MFU in 16 bits that anyone published of that kind; None: no run of it is known.
+    Recalled figures count here: they can only raise it."""
+    kind = device.partition("-")[0]
+    kind = _SAME_PEAK.get(kind, kind)
+    found = [
+        PublishedMfu(_mfu(run), run.model, int(run.spread.world), run.source)
+        for run in published_runs()
+        if run.place.device.partition("-")[0] == kind
+        and run.place.low_peak == 0
+        and (run.spread.world > run.place.machine.node) == several_nodes
+        and np.isfinite(run.seconds)
+    ]
+    return max(found, default=None)
+
+
+def _mfu(run: PublishedRun) -> float:
+    tokens = run.global_batch * run.network.seq
+    rate = run.seconds * run.spread.world * 1e12 * run.place.peak_tflops
+    return float(tokens * _model_flops(run.network) / rate)
 
 
 # -- published step times beside predictions ------------------------------------------------------
@@ -363,6 +369,9 @@ class Evidence:
     family: Any
     part: Any
     kind: Any
+    rate: Any  # the share of the peak that each run's products go by
+    low_rate: Any
+    low_peak: Floats
 
     @classmethod
     def of(cls, runs: Sequence[PublishedRun]) -> Evidence:
@@ -372,11 +381,14 @@ class Evidence:
             network=columns([run.network for run in timed]),
             spread=columns([run.spread for run in timed]),
             software=columns([run.software for run in timed]),
-            machine=machine_columns([run.machine for run in timed]),
+            machine=machine_columns([run.place.machine for run in timed]),
             seconds=np.array([run.seconds for run in timed]),
             family=np.array([run.family for run in timed]),
             part=np.array([run.part for run in timed]),
-            kind=np.array([run.device.split("-")[0] for run in timed]),
+            kind=np.array([run.place.device.split("-")[0] for run in timed]),
+            rate=np.array([run.place.rate for run in timed]),
+            low_rate=np.array([run.place.low_rate for run in timed]),
+            low_peak=np.array([run.place.low_peak for run in timed]),
         )
 
     def where(self, mask: Any) -> Evidence:
@@ -388,9 +400,13 @@ class Evidence:
 
     def predicted(self, coefficients: Coefficients, sustained: dict[str, float]) -> Floats:
         share = np.array(self.machine.sustained, dtype=float)
-        for kind, value in sustained.items():
-            share = np.where(self.kind == kind, value, share)
-        machine = replace(self.machine, sustained=share)
+        low = np.array(self.machine.sustained, dtype=float)
+        for name, value in sustained.items():
+            share = np.where(self.rate == name, value, share)
+            low = np.where(self.low_rate == name, value, low)
+        faster = self.low_peak * low / (self.machine.peak * share)
+        gain = np.where(self.low_peak > 0, faster, 1.0)
+        machine = replace(self.machine, sustained=share, linear_gain=gain)
         return np.asarray(
             step_time_of(self.network, self.spread, self.software, machine, coefficients).total
         )

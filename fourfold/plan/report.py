@@ -11,7 +11,8 @@ from fourfold.cost.workload import MOMENT_BYTES
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster
 from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_seconds, weight_shapes
 from fourfold.plan.machine import Group, bus_bandwidth
-from fourfold.plan.planner import Candidate, Plan
+from fourfold.plan.planner import Candidate, Plan, off_by
+from fourfold.plan.published import PublishedMfu, best_published
 from fourfold.plan.suggestions import near_misses, precision_advice, sensitivity, shape_lint
 from fourfold.terminal import count_of
 
@@ -20,22 +21,35 @@ HEADINGS = (
 )  # fmt: skip
 
 
+def best_of_kind(plan: Plan) -> PublishedMfu | None:
+    """What was published of such devices, against which a prediction is held."""
+    if plan.cluster.device.is_cpu or plan.workload.precision == "float32":
+        return None
+    return best_published(plan.cluster.device.name, plan.cluster.nodes > 1)
+
+
+def is_above(candidate: Candidate, published: PublishedMfu | None) -> bool:
+    return published is not None and candidate.mfu > published.share
+
+
 def headings(economics: Economics) -> list[str]:
     more = [] if economics.tokens is None else ["days"]
     more += [] if economics.tokens is None or economics.price is None else ["cost"]
     return [*HEADINGS, *more]
 
 
-def row(number: str, candidate: Candidate, economics: Economics) -> list[str]:
+def row(
+    number: str, candidate: Candidate, economics: Economics, published: PublishedMfu | None
+) -> list[str]:
     cells = [
         number,
         candidate.layout,
         candidate.details,
-        f"{candidate.bytes_ / GIB:.1f} +{candidate.memory_band * candidate.bytes_ / GIB:.1f}",
+        candidate.memory_text,
         candidate.fit,
         candidate.seconds_text,
         _rate(candidate.tokens_per_device),
-        f"{candidate.mfu:.1%}",
+        f"{candidate.mfu:.1%}{'!' * is_above(candidate, published)}",
         f"{candidate.bubble:.1%}",
         f"{candidate.exposed:.1%}",
     ]
@@ -55,8 +69,9 @@ def _rate(tokens_per_second: float) -> str:
 
 def table(plan: Plan, top: int, economics: Economics) -> list[list[str]]:
     """The best `top` rows, and the file's own layout wherever it ranks."""
+    published = best_of_kind(plan)
     rows = [
-        row(str(number), candidate, economics)
+        row(str(number), candidate, economics, published)
         for number, candidate in enumerate(plan.candidates[:top], start=1)
     ]
     if plan.own is not None:
@@ -64,7 +79,7 @@ def table(plan: Plan, top: int, economics: Economics) -> list[list[str]]:
         if any(same):
             rows[same.index(True)][0] += " file"
         else:
-            rows.append(row("file", plan.own, economics))
+            rows.append(row("file", plan.own, economics, published))
     return rows
 
 
@@ -96,7 +111,7 @@ def memory_line(candidate: Candidate) -> str:
     )
     return (
         f"memory per device (stage {candidate.fullest_stage} needs most): {parts} = "
-        f"{candidate.bytes_ / GIB:.2f} GiB, with up to {candidate.memory_band:.0%} more "
+        f"{candidate.bytes_ / GIB:.2f} GiB, with up to {candidate.memory_band.above:.0%} more "
         f"{candidate.most_bytes / GIB:.1f} of {candidate.capacity / GIB:.1f}: {candidate.fit}"
     )
 
@@ -121,7 +136,19 @@ def advice_lines(plan: Plan, economics: Economics) -> Iterator[str]:
     for remark in shape_lint(plan.workload, best):
         yield f"shape: {remark}"
     yield from precision_advice(plan)
+    published = best_of_kind(plan)
+    if published is not None and any(is_above(one, published) for one in plan.candidates):
+        yield _above_line(plan, published)
     yield _band_line(best, plan)
+
+
+def _above_line(plan: Plan, published: PublishedMfu) -> str:
+    where = "several nodes" if plan.cluster.nodes > 1 else "one node"
+    return (
+        f"!: above anything published for this kind, 16 bits on {where} of "
+        f"{plan.cluster.device.name.partition('-')[0]}: the most is {published.share:.1%} MFU "
+        f"({published.model} on {published.devices}, {published.source}); expect less"
+    )
 
 
 def _band_line(best: Candidate, plan: Plan) -> str:
@@ -133,14 +160,18 @@ def _band_line(best: Candidate, plan: Plan) -> str:
         else ". These are errors on runs of programs like Megatron: Fourfold itself has not been "
         "measured on a GPU"
     )
+    above, below = (float(share) for share in best.memory_band)
+    memory = off_by(above, below, lambda share: f"{share:.0%}")
     return (
         f"step times on {device.name}{known} may be off by {best.band_text}, memory by "
-        f"+{best.memory_band:.0%}{whose}; --self-test shows how this is known, --calibrate narrows "
+        f"{memory}{whose}; --self-test shows how this is known, --calibrate narrows "
         "it with a run of your own"
     )
 
 
 def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
+    published = best_of_kind(plan)
+
     def entry(candidate: Candidate) -> dict[str, Any]:
         bill = economics.bill(candidate)
         return {
@@ -150,6 +181,7 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
             "fit": candidate.fit,
             "memory_bytes": candidate.memory.values_at(),
             "total_bytes": candidate.bytes_,
+            "least_bytes": candidate.least_bytes,
             "most_bytes": candidate.most_bytes,
             "fullest_stage": candidate.fullest_stage,
             "step_seconds": candidate.seconds,
@@ -159,6 +191,7 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
             "tokens_per_second": candidate.tokens_per_second,
             "tokens_per_second_per_device": candidate.tokens_per_device,
             "mfu": candidate.mfu,
+            "above_published": is_above(candidate, published),
             "bubble": candidate.bubble,
             "exposed_communication": candidate.exposed,
             "days": None if bill is None else bill.days,
@@ -173,6 +206,7 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
         "candidates": [entry(candidate) for candidate in plan.candidates[:top]],
         "own": None if plan.own is None else entry(plan.own),
         "own_problem": plan.own_problem,
+        "published_mfu": None if published is None else published._asdict(),
         "near_misses": list(near_misses(plan)),
         "goodput": economics.goodput.share,
     }
@@ -314,7 +348,7 @@ def _memory(candidate: Candidate) -> Iterator[str]:
         yield f"  {name:<16}{value / GIB:10.3f} GiB = {text}"
     yield (
         f"  {'sum':<16}{candidate.bytes_ / GIB:10.3f} GiB, at most "
-        f"{candidate.most_bytes / GIB:.3f} (+{candidate.memory_band:.0%}), of "
+        f"{candidate.most_bytes / GIB:.3f} (+{candidate.memory_band.above:.0%}), of "
         f"{candidate.capacity / GIB:.1f}: {candidate.fit}"
     )
 
@@ -352,10 +386,10 @@ def _layer(plan: Plan, candidate: Candidate) -> Iterator[str]:
     head = head_seconds(network, spread, software, machine, c)
     yield f"  head and loss, forward and backward: {MS * float(head):.3f} ms"
     if spread.mp > 1:
-        group = Group.of(spread.mp, 1, machine)
+        group, message = Group.of(spread.mp, 1, machine), size * tokens * network.hidden
         yield (
-            f"  all-reduce over mp{spread.mp} of {size * tokens * network.hidden / 1e6:.1f} MB at "
-            f"{float(bus_bandwidth(group, machine)) / 1e9:.1f} GB/s, two in each direction"
+            f"  all-reduce over mp{spread.mp} of {message / 1e6:.1f} MB at "
+            f"{float(bus_bandwidth(group, machine, message)) / 1e9:.1f} GB/s, two in each direction"
         )
 
 

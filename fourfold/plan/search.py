@@ -20,7 +20,7 @@ import numpy as np
 
 from fourfold.config.rules import SPLIT_SCHEDULES, divides_model, schedule_fits, stages_fit
 from fourfold.cost.memory import fullest_stage
-from fourfold.cost.terms import Breakdown, Floats
+from fourfold.cost.terms import Breakdown, Floats, Numbers
 from fourfold.cost.workload import RECOMPUTE_MODES, Spread, Workload, take
 from fourfold.plan.cluster import Cluster
 from fourfold.plan.machine import Coefficients, Machine
@@ -166,11 +166,13 @@ def cost_of(
     return Costs(spread, memory, np.asarray(stage, dtype=float), bytes_, seconds)
 
 
-def concerns(bytes_: Floats, capacity: float, memory_band: float) -> Floats:
-    """What ranks before time: 0 fits even with what memory may be more than predicted, 1 fits as
-    predicted, 2 nearly fills the device, 3 does not fit."""
-    limits = capacity * np.array([1 / (1 + memory_band), NEARLY_FULL, 1.0])
-    return np.searchsorted(np.sort(limits), bytes_, side="left").astype(float)
+def concerns(bytes_: Floats, capacity: float, above: Numbers) -> Floats:
+    """What ranks before time: 0 fits even with the share `above` of what is predicted on top, 1
+    fits as predicted, 2 nearly fills the device, 3 does not fit."""
+    most = np.asarray(bytes_ * (1 + above))
+    tight = np.where(np.asarray(bytes_) > NEARLY_FULL * capacity, 2.0, 1.0)
+    found = np.where(most > capacity, tight, 0.0)
+    return np.asarray(np.where(np.asarray(bytes_) > capacity, 3.0, found))
 
 
 def search(

@@ -80,7 +80,7 @@ def _pace(
 ) -> Pace:
     layer = layer_time(network, spread, software, machine, c)
     head = head_seconds(network, spread, software, machine, c)
-    paced = _paced(layer.all.device, layer.all.host, machine, c)
+    paced = _paced(layer.all.device, layer.all.host, software, machine, c)
     most, last = np.ceil(network.layers / spread.pp), np.floor(network.layers / spread.pp)
     head_decides = most * paced <= last * paced + head
     nodes = np.maximum(1.0, spread.world / machine.node)
@@ -127,12 +127,16 @@ def _busy_terms(spread: Spread, pace: Pace) -> dict[str, Term]:
     }
 
 
-def _paced(device: Numbers, host: Numbers, machine: Machine, c: Coefficients) -> Numbers:
-    """The slower of the two; near a tie a little more than either. On a processor, both."""
+def _paced(
+    device: Numbers, host: Numbers, software: Software, machine: Machine, c: Coefficients
+) -> Numbers:
+    """The slower of the two; near a tie a little more than either. On a processor, or where the
+    host waits for each kernel, both."""
     p = c.host_sharpness
     most = np.maximum(device, host)
     slower = most * ((device / most) ** p + (host / most) ** p) ** (1 / p)
-    return np.where(machine.serial, device + host, slower)
+    alternate = np.asarray(machine.serial, bool) | np.asarray(software.blocking, bool)
+    return np.where(alternate, device + host, slower)
 
 
 def _sends(network: Network, spread: Spread, software: Software, machine: Machine) -> Numbers:

@@ -234,8 +234,9 @@ def impossible(plan: Plan) -> Iterator[str]:
         devices = count_of(enough.world, "device")
         yield f"smallest cluster of {name} that would: {enough} ({devices})"
     for device in sorted(PRESETS.values(), key=lambda device: device.memory_gib):
-        if fit_of(least.bytes_, device.memory_gib * GIB, device.memory_band) == "fits":
-            other = cluster.model_copy(update={"device": device})
+        other = cluster.model_copy(update={"device": device})
+        band = other.memory_band(least.spread.pp)
+        if fit_of(least.bytes_, other.usable_bytes, band) == "fits":
             yield f"the same number of devices would with {device.memory_gib:g} GiB each: {other}"
             return
 
@@ -246,8 +247,7 @@ def smallest_world(workload: Workload, cluster: Cluster, most: int = 2**15) -> C
 
     def enough(nodes: int) -> bool:
         grown = cluster.model_copy(update={"nodes": nodes})
-        least = _least_bytes(workload, grown)
-        return fit_of(least, grown.usable_bytes, grown.device.memory_band) == "fits"
+        return _least_bytes(workload, grown) <= grown.usable_bytes
 
     low = high = 1
     while not enough(high):
@@ -259,13 +259,13 @@ def smallest_world(workload: Workload, cluster: Cluster, most: int = 2**15) -> C
 
 
 def _least_bytes(workload: Workload, cluster: Cluster) -> float:
-    """The smallest layout of a cluster; recomputing everything in micro-batches of one needs
-    least, so only that is looked at."""
+    """What the smallest layout of a cluster may need at most; recomputing everything in
+    micro-batches of one needs least, so only that is looked at."""
     spread = legal_spreads(workload, cluster.world, {"micro_batch": 1, "recompute": "full"})
     if spread is None:
         return float("inf")
     memory, _ = fullest_stage(workload.network, spread, workload.software)
-    return float(np.asarray(memory.total).min())
+    return float((np.asarray(memory.total) * (1 + cluster.memory_band(spread.pp).above)).min())
 
 
 def _candidate(plan: Plan, spread: Spread) -> Candidate:

@@ -12,8 +12,22 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.plan.cluster import PRESETS
-from fourfold.plan.machine import Coefficients, load_coefficients, load_left_out
-from fourfold.plan.published import FILE, FITTED_FAMILIES, Evidence, published_runs
+from fourfold.plan.machine import (
+    CoefficientFit,
+    Coefficients,
+    load_coefficients,
+    load_fit,
+    load_left_out,
+)
+from fourfold.plan.published import (
+    FILE,
+    FITTED_FAMILIES,
+    SHARE_FAMILIES,
+    Evidence,
+    best_published,
+    published_runs,
+    unjudged_ooms,
+)
 
 EVIDENCE = Evidence.of(published_runs())
 
@@ -33,22 +47,26 @@ def test_the_split_is_by_what_was_run_and_nearly_even() -> None:
     parts: dict[tuple[object, ...], set[str]] = {}
     for run in EVIDENCE.runs:
         if run.family in FITTED_FAMILIES:
-            key = (run.network, run.spread, run.device, run.global_batch)
+            key = (run.network, run.spread, run.place, run.global_batch)
             parts.setdefault(key, set()).add(run.part)
     assert all(len(found) == 1 for found in parts.values())
     fitted = sum(found == {"fit"} for found in parts.values())
     assert 0.4 < fitted / len(parts) < 0.6
 
 
-def test_only_fit_rows_of_four_families_are_fitted() -> None:
-    assert set(EVIDENCE.family[EVIDENCE.part == "fit"]) == set(FITTED_FAMILIES)
+def test_only_fit_rows_of_named_families_are_fitted() -> None:
+    fitted = set(EVIDENCE.family[EVIDENCE.part == "fit"])
+    assert fitted == {*FITTED_FAMILIES, *SHARE_FAMILIES}
+    checked = set(EVIDENCE.family[EVIDENCE.part == "check"])
+    assert fitted < checked, "every fitted family has rows that the fit does not see"
 
 
 def test_the_packaged_coefficients_are_the_fit(fitting: ModuleType) -> None:
-    fit = fitting.fit_published(EVIDENCE)
+    fit = fitting.with_shares(EVIDENCE, fitting.fit_published(EVIDENCE))
     assert_near(load_coefficients(), fit.coefficients)
-    for kind, value in fit.sustained.items():
-        assert PRESETS[f"{kind}-80G"].sustained == pytest.approx(value, rel=0.01)
+    assert load_fit().sustained == pytest.approx(fit.sustained, rel=0.01)
+    for kind in ("A100", "H100"):
+        assert PRESETS[f"{kind}-80G"].sustained == pytest.approx(fit.sustained[kind], rel=0.01)
 
 
 @pytest.mark.slow
@@ -65,11 +83,15 @@ def assert_near(packaged: Coefficients, fitted: Coefficients) -> None:
 
 
 def test_check_rows_do_not_move_the_fit(fitting: ModuleType) -> None:
+    def fit(evidence: Evidence) -> CoefficientFit:
+        found: CoefficientFit = fitting.with_shares(evidence, fitting.fit_published(evidence))
+        return found
+
     doubled = [
         replace(run, seconds=2 * run.seconds) if run.part == "check" else run
         for run in EVIDENCE.runs
     ]
-    assert fitting.fit_published(Evidence.of(doubled)) == fitting.fit_published(EVIDENCE)
+    assert fit(Evidence.of(doubled)) == fit(EVIDENCE)
 
 
 def test_every_family_left_out_is_still_predicted() -> None:
@@ -97,3 +119,59 @@ def test_a_table_of_other_runs_is_read(tmp_path: Path) -> None:
     other.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="not a table of runs"):
         published_runs(other)
+
+
+# -- what kinds of runs are told apart ------------------------------------------------------------
+
+FIT = load_fit()
+ERRORS = EVIDENCE.errors(FIT.coefficients, FIT.sustained)
+
+
+def mean_error(family: str, part: str = "check") -> float:
+    chosen = (EVIDENCE.family == family) & (EVIDENCE.part == part)
+    assert chosen.any(), family
+    return float(ERRORS[chosen].mean())
+
+
+def test_h100_of_today_is_not_that_of_2023() -> None:
+    assert FIT.sustained["H100"] > 1.05 * FIT.sustained["H100 in 2023"]
+    # 175B on 96 H100 was published at 47 % of the peak, on 4,608 at 42 %; the first is fitted.
+    assert abs(mean_error("megatron h100", "fit")) < 0.02
+    assert abs(mean_error("megatron h100")) < 0.10
+
+
+@pytest.mark.parametrize("family", ["megatron h100 fp8", "megatron blackwell fp8"])
+def test_products_in_8_bits_have_a_rate_of_their_own(family: str) -> None:
+    assert abs(mean_error(family)) < 0.10
+    rows = EVIDENCE.where((EVIDENCE.family == family) & (EVIDENCE.part == "check"))
+    in_16_bits = replace(rows, low_peak=np.zeros(len(rows.runs)))
+    slower = in_16_bits.predicted(FIT.coefficients, FIT.sustained)
+    assert (slower > 1.2 * rows.predicted(FIT.coefficients, FIT.sustained)).all()
+
+
+def test_what_made_blooms_runs_slow_is_in_its_program() -> None:
+    """They were once predicted 22 % too fast: launches that block, heads that matrix units do not
+    take, a node of two boards."""
+    assert -0.10 < mean_error("bloom") < 0
+    bloom = [run for run in EVIDENCE.runs if run.family == "bloom"]
+    quick = [replace(run, software=replace(run.software, blocking=False)) for run in bloom]
+    freed = Evidence.of(quick).errors(FIT.coefficients, FIT.sustained)
+    assert freed.mean() < mean_error("bloom") - 0.03
+    odd = [run for run in bloom if run.network.hidden / run.network.heads == 108]
+    assert len(odd) > 3
+    errors = Evidence.of(odd).errors(FIT.coefficients, FIT.sustained)
+    assert np.abs(errors).max() < 0.15
+
+
+def test_a_run_out_of_memory_that_says_too_little_is_named() -> None:
+    (unjudged,) = unjudged_ooms()
+    assert "PaddleNLP" in unjudged and unjudged.endswith("lacks seq, gpu")
+
+
+def test_the_best_published_of_a_kind() -> None:
+    many = best_published("A100-80G", several_nodes=True)
+    assert many is not None and 0.5 < many.share < 0.6
+    assert many == best_published("A800-80G", several_nodes=True)
+    assert best_published("MI300X", several_nodes=True) is None
+    small = best_published("H100-80G", several_nodes=True)
+    assert small is not None and small.share == pytest.approx(0.47)

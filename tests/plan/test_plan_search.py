@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,9 +16,20 @@ from fourfold.config import Config, load_config
 from fourfold.cost.workload import workload_of
 from fourfold.errors import ConfigError
 from fourfold.plan import parse_cluster, plan
+from fourfold.plan.auto import describe_cluster
 from fourfold.plan.calibrate import physics_check
+from fourfold.plan.cluster import PIPELINE_BAND, STAGE_BAND
 from fourfold.plan.planner import candidate_of
-from fourfold.plan.report import devices_for, goodput_of
+from fourfold.plan.report import (
+    Economics,
+    advice_lines,
+    as_json,
+    best_of_kind,
+    devices_for,
+    goodput_of,
+    headings,
+    table,
+)
 from fourfold.plan.search import legal_spreads, one_spread
 from fourfold.plan.suggestions import (
     impossible,
@@ -121,13 +133,51 @@ def test_layers_cut_over_nodes_come_last_unless_that_is_asked_for() -> None:
 def test_fits_is_said_only_with_the_room_that_memory_may_need() -> None:
     made = plan(load_config(BIG), parse_cluster("16x8xA100-80G"))
     for candidate in made.candidates:
-        room = candidate.bytes_ * 1.33 <= candidate.capacity
+        above = PIPELINE_BAND.above if candidate.spread.pp > 1 else STAGE_BAND.above
+        room = candidate.bytes_ * (1 + above) <= candidate.capacity
         assert candidate.fit == ("fits" if room else "tight"), candidate.layout
     assert {candidate.fit for candidate in made.candidates} == {"fits", "tight"}
     assert made.cluster.usable_bytes == 79.1 * 2**30
     # Of those that are tight, the nearly full ones come last.
     tight = [c.concern for c in made.candidates if c.fit == "tight" and c.spread.mp <= 8]
     assert tight == sorted(tight)
+
+
+def test_memory_has_a_range_by_kind_of_run() -> None:
+    made = plan(load_config(BIG), parse_cluster("16x8xA100-80G"))
+    piped = next(c for c in made.candidates if c.spread.pp > 1)
+    alone = next(c for c in made.candidates if c.spread.pp == 1)
+    for candidate, band in ((piped, PIPELINE_BAND), (alone, STAGE_BAND)):
+        assert candidate.most_bytes == pytest.approx(candidate.bytes_ * (1 + band.above))
+        assert candidate.least_bytes == pytest.approx(candidate.bytes_ * (1 - band.below))
+        numbers = re.findall(r"[\d.]+", candidate.memory_text)
+        assert [float(number) * 2**30 for number in numbers] == pytest.approx(
+            [candidate.bytes_, candidate.least_bytes, candidate.most_bytes], rel=0.05
+        )
+    # A cluster file may say better.
+    known = made.cluster.device.model_copy(update={"memory_band": 0.05})
+    calibrated = made.cluster.model_copy(update={"device": known})
+    assert float(calibrated.memory_band(4).above) == 0.05
+
+
+def test_predictions_above_anything_published_are_marked() -> None:
+    made = plan(load_config(BIG), parse_cluster("16x8xA100-80G"))
+    economics = Economics(made, None, None)
+    published = best_of_kind(made)
+    assert published is not None and made.best is not None
+    assert made.best.mfu > published.share, "or find another example"
+    shown = table(made, 40, economics)
+    mfu = headings(economics).index("MFU")
+    found = as_json(made, 40, economics)
+    marks = [entry["above_published"] for entry in found["candidates"]]
+    assert marks == [candidate.mfu > published.share for candidate in made.candidates[:40]]
+    assert [row[mfu].endswith("!") for row in shown[:40]] == marks and not all(marks)
+    assert found["published_mfu"]["share"] == published.share
+    lines = list(advice_lines(made, economics))
+    assert any("above anything published for this kind" in line for line in lines)
+    assert any("Fourfold itself has not been measured on a GPU" in line for line in lines)
+    # Of processors nothing is published.
+    assert best_of_kind(replace(made, cluster=describe_cluster(1, None, "cpu")[0])) is None
 
 
 def test_published_errors_on_one_side_make_a_band_on_one_side() -> None:

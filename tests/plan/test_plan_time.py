@@ -21,9 +21,11 @@ from fourfold.plan.machine import (
     Coefficients,
     Group,
     all_reduce_seconds,
+    bus_bandwidth,
     gather_seconds,
     load_coefficients,
 )
+from fourfold.plan.programs import MEGATRON
 from fourfold.plan.steptime import step_time_of
 
 MACHINE = parse_cluster("16x8xA100-80G").machine("bfloat16")
@@ -75,6 +77,30 @@ def test_better_hardware_is_never_slower(spread: Spread) -> None:
 def test_recomputing_more_takes_longer(spread: Spread) -> None:
     times = [seconds(replace(spread, recompute=mode)) for mode in ("none", "core_attn", "full")]
     assert times == sorted(times)
+
+
+def test_small_messages_do_not_fill_the_network_between_nodes() -> None:
+    across, inside = Group.of(16, 1, MACHINE), Group.of(8, 1, MACHINE)
+    sizes = np.array([1e6, 16e6, 64e6, 256e6, 1e9, 16e9])
+    rates = bus_bandwidth(across, MACHINE, sizes)
+    assert (np.diff(rates) > 0).all()
+    assert rates[0] < 102e9 and rates[-1] > 195e9
+    assert (bus_bandwidth(inside, MACHINE, sizes) == MACHINE.intra_bandwidth).all()
+    # Four adapters of 25 GB/s were measured to be full at that size; what is slower stays as it is.
+    slow = replace(MACHINE, inter_bandwidth=MACHINE.inter_bandwidth / 4)
+    assert bus_bandwidth(across, slow, sizes) == pytest.approx(8 * slow.inter_bandwidth)
+
+
+def test_model_parallelism_collapses_beyond_the_node() -> None:
+    """The 162B model on 64 A100 of Megatron-LM's paper of 2021 (section 5.4.1)."""
+    wide = gpt(32, 20480, 128, 81920, 51200, 2048)
+    machine = parse_cluster("8x8xA100-80G").machine("float16")
+
+    def rate(mp: int) -> float:
+        spread = Spread(mp=mp, pp=64 // mp, micro_batches=128, recompute="full")
+        return 1 / float(step_time_of(wide, spread, MEGATRON, machine, C).total)
+
+    assert rate(16) < 0.82 * rate(8) and rate(32) < 0.6 * rate(8) and rate(64) < 0.4 * rate(8)
 
 
 def test_one_call_for_many_layouts_gives_what_one_call_each_gives() -> None:
