@@ -64,8 +64,6 @@ def notices(flags: Flags) -> list[str]:
             f"{', '.join(useless)}: changes nothing here; Fourfold does so always, decides it by "
             "the device, or has no such choice"
         )
-    if flags["--recompute-num-layers"] > 1:
-        lines.append("--recompute-num-layers: each layer is recomputed by itself, as with 1")
     if "--initial-loss-scale" in flags and "--fp16" not in flags:
         lines.append("--initial-loss-scale: changes nothing without --fp16")
     if "--save" not in flags:
@@ -165,6 +163,9 @@ def _set_recompute(run: Translation, flags: Flags) -> None:
         if flag in flags:
             run.set("Model.use_recompute", True, flag)
             run.set("Model.recompute_granularity", kept, flag)
+            for more in ("method", "num-layers"):
+                if (flag := f"--recompute-{more}") in flags:
+                    run.set(f"Model.recompute_{more.replace('-', '_')}", flags[flag], flag)
             return
     run.set("Model.use_recompute", False, "Megatron's default")
 

@@ -30,6 +30,7 @@ RENAMED: dict[str, str] = {
         for name in ("input_dir", "split", "max_seq_len")
     },
     "Engine.use_recompute": "Model.use_recompute",
+    "Distributed.pp_recompute_interval": "Model.recompute_num_layers",
     "Model.max_seq_len": "Data.dataset.max_seq_len",
     "Model.virtual_pp_degree": "Distributed.virtual_pp_degree",
     **{
@@ -44,6 +45,10 @@ RENAMED: dict[str, str] = {
     "Offline_Eval": "Eval",
 }
 
+_LAYERS_BY_NUMBER = (
+    "layers are not chosen by their numbers; Model.recompute_method=block recomputes the first "
+    "Model.recompute_num_layers of each stage"
+)
 WITHOUT_EFFECT: dict[str, str] = {
     "Global.flags": "flags of another framework",
     "Engine.mix_precision.use_main_grad": "with bfloat16 the weights and gradients are float32",
@@ -52,8 +57,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "Model.scale_qk_by_layer_num": "it divides and multiplies by the same number",
     "Model.use_flash_attn": "attention always takes the fastest kernel there is",
     "Model.fused_softmax_with_triangular": "attention always takes the fastest kernel there is",
-    "Model.recompute_layers": "every layer is recomputed: same results, less memory, more time",
-    "Model.no_recompute_layers": "every layer is recomputed: same results, less memory, more time",
+    "Model.recompute_layers": _LAYERS_BY_NUMBER,
+    "Model.no_recompute_layers": _LAYERS_BY_NUMBER,
     **{
         f"Data.{part}.{name}": "samples become batches in one way only"
         for part in _LATER_DATA
@@ -72,7 +77,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "Distributed.sharding.comm_overlap": "communication is always overlapped where it can be",
     "Distributed.sharding.reduce_overlap": "communication is always overlapped where it can be",
     "Distributed.sharding.broadcast_overlap": "communication is always overlapped where it can be",
-    "Distributed.pp_recompute_interval": "every layer is recomputed: same results, less memory",
     "Distributed.fuse_sequence_parallel_allreduce": "same numbers either way",
     "Generation.use_topp_sampling": "Generation.top_p needs no switch",
     "Generation.inference": "there is no separate graph for inference",

@@ -10,7 +10,7 @@ import math
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
 from fourfold.config.findings import ConfigFindings, multiple_near
-from fourfold.config.schema import Config, Dtype, Level
+from fourfold.config.schema import Config, Dtype, Level, ModelSection
 from fourfold.errors import Setting
 
 DEFAULT_MICRO_BATCH = 8
@@ -244,21 +244,30 @@ def _resolve_model(config: Config, findings: ConfigFindings) -> None:
     model = config.Model
     if model.ffn_hidden_size is None:
         model.ffn_hidden_size = 4 * model.hidden_size
-    if model.use_recompute:
-        model.recompute_granularity = model.recompute_granularity or "full"
-    elif model.recompute_granularity is not None:
-        findings.notice(
-            f"Model.recompute_granularity={model.recompute_granularity} has no effect with "
-            "Model.use_recompute=False",
-            "Model.recompute_granularity",
-        )
-        model.recompute_granularity = None
+    _resolve_recompute(model, findings)
     if model.sequence_parallel and config.Distributed.mp_degree == 1:
         findings.notice(
             "Model.sequence_parallel has no effect with Distributed.mp_degree=1",
             "Model.sequence_parallel",
         )
         model.sequence_parallel = False
+
+
+def _resolve_recompute(model: ModelSection, findings: ConfigFindings) -> None:
+    if model.use_recompute:
+        model.recompute_granularity = model.recompute_granularity or "full"
+    names = ["recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_keep"]
+    because = "Model.use_recompute=False"
+    if model.use_recompute:
+        names, because = names[3:], f"Model.recompute_granularity={model.recompute_granularity}"
+    if model.recompute_granularity == "ops" and model.use_recompute:
+        return
+    for name in names:
+        path, value = f"Model.{name}", getattr(model, name)
+        field = ModelSection.model_fields[name]
+        if value != field.default:
+            findings.notice(f"{path}={value} has no effect with {because}", path)
+            setattr(model, name, field.default)
 
 
 def _resolve_data(config: Config) -> None:

@@ -17,6 +17,7 @@ def check(config: Config, findings: ConfigFindings) -> None:
     _check_lengths(config, findings)
     check_layout(config, findings)
     _check_fusion(config, findings)
+    _check_recompute(config, findings)
     _check_learning_rate(config, findings)
     _check_generation(config, findings)
     _check_profiler(config, findings)
@@ -107,6 +108,33 @@ def _check_fusion(config: Config, findings: ConfigFindings) -> None:
             "Distributed.pp_degree",
             "Distributed.sharding.sharding_degree",
         )
+
+
+def _check_recompute(config: Config, findings: ConfigFindings) -> None:
+    model, layout = config.Model, config.Distributed
+    if not model.use_recompute:
+        return
+    granularity = config.setting("Model.recompute_granularity")
+    together = config.setting("Model.recompute_num_layers")
+    if model.recompute_method == "uniform" and together.value > 1 and granularity.value != "full":
+        findings.problem(
+            [together, " layers are recomputed together, which goes with whole layers, not with ",
+             granularity, "; choose recompute_granularity full, or recompute_method block"]
+        )  # fmt: skip
+    if granularity.value != "ops":
+        return
+    if layout.pp_degree > 1 and layout.pp_schedule in SPLIT_SCHEDULES:
+        findings.problem(
+            [granularity, " cannot be combined with ", config.setting("Distributed.pp_schedule"),
+             ", which splits the backward pass, while what was kept can be used only once; choose "
+             "recompute_granularity full, or a schedule such as 1F1B"]
+        )  # fmt: skip
+    if config.Engine.graph_mode == "static":
+        findings.problem(
+            [granularity, " cannot be combined with ", config.setting("Engine.graph_mode"),
+             ", where the compiler chooses what to keep of a layer and recomputes norms and GELU "
+             "by itself; turn Model.use_recompute off, or choose recompute_granularity full"]
+        )  # fmt: skip
 
 
 def _check_learning_rate(config: Config, findings: ConfigFindings) -> None:

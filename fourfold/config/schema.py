@@ -339,11 +339,26 @@ class ModelSection(Section):
         "Recompute activations in the backward pass instead of keeping them (activation "
         "checkpointing): less memory, more time.",
     )
-    recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = key(
+    recompute_granularity: Literal["full", "ops", "full_attn", "core_attn"] | None = key(
         None,
-        "What is recomputed: full is every layer, full_attn the attention block, core_attn only "
-        "softmax(QK^T)V; full takes the least memory, core_attn the most. Null is full with "
-        "use_recompute.",
+        "What is recomputed: full is a whole layer, ops all of it but the operations in "
+        "recompute_keep, full_attn the attention block, core_attn only softmax(QK^T)V; full takes "
+        "the least memory, core_attn the most. Null is full with use_recompute.",
+    )
+    recompute_method: Literal["uniform", "block"] = key(
+        "uniform",
+        "Which layers are recomputed: uniform is all of them, recompute_num_layers at a time; "
+        "block is the first recompute_num_layers of each pipeline stage.",
+    )
+    recompute_num_layers: Count = key(
+        1,
+        "With uniform, layers recomputed together, of which only the first one's input is kept "
+        "(above 1 with granularity full only); with block, layers of a stage that are recomputed.",
+    )
+    recompute_keep: list[Literal["products", "attention"]] = key(
+        ["products", "attention"],
+        "With granularity ops, what is kept and not recomputed: matrix products, what fused "
+        "attention gives, or both. Norms, GELU and dropout are recomputed.",
     )
     fused_linear: bool = key(
         True, "Compute each matrix product and its bias addition in one operation. Same numbers."

@@ -8,11 +8,12 @@ is set, which halves it. MFU uses model FLOPs, full attention, as most papers do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from fourfold.model import ModelShape, table_of
 
-Recompute = Literal["full", "full_attn", "core_attn"]
+RecomputeMode = Literal["full", "ops", "full_attn", "core_attn"]
 
 
 class ForwardFlops(NamedTuple):
@@ -70,22 +71,31 @@ def flops_per_token(
     shape: ModelShape,
     seq_len: int,
     *,
-    recompute: Recompute | None = None,
+    recompute: RecomputeMode | None = None,
+    recomputed_layers: int | None = None,
+    keep: Sequence[str] = ("products", "attention"),
     causal: bool = False,
 ) -> float:
     """Training FLOPs (forward and backward) of one token in a sequence of `seq_len`.
 
-    `recompute` given counts hardware FLOPs: the forward parts that run a second time.
+    `recompute` given counts hardware FLOPs: the forward parts that run a second time, in all layers
+    or in so many. `ops` repeats what it does not `keep`; that with model parallelism it repeats the
+    product of `out` is left out.
     """
     parts = _forward_flops_of(shape, seq_len, causal)
+    operations = (0.0 if "products" in keep else parts.projections + parts.mlp) + (
+        0.0 if "attention" in keep else parts.core
+    )
     repeated = {
         None: 0.0,
+        "ops": operations,
         "core_attn": parts.core,
         "full_attn": parts.core + parts.projections,
         "full": parts.layer,
     }
     layers = shape.num_layers
-    return 3 * (layers * parts.layer + parts.head) + layers * repeated[recompute]
+    again = layers if recomputed_layers is None else recomputed_layers
+    return 3 * (layers * parts.layer + parts.head) + again * repeated[recompute]
 
 
 def megatron_deepspeed_flops_per_token(

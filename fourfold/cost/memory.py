@@ -8,26 +8,42 @@ the device shows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from fourfold.config.rules import V_SCHEDULES
 from fourfold.cost.terms import Breakdown, Numbers, Term
-from fourfold.cost.workload import Network, Software, Spread
+from fourfold.cost.workload import RECOMPUTE_MODES, Network, Software, Spread
 
 
 def layers_of_stage(network: Network, spread: Spread, rank: Numbers) -> Numbers:
     """Layers of pipeline rank `rank`, in all of its stages; parallel/stages.py has the rule."""
+    return sum(_layers_by_turn(network, spread, rank))
+
+
+def _layers_by_turn(network: Network, spread: Spread, rank: Numbers) -> Iterator[Numbers]:
+    """Of each of the rank's stages; 0 where it has fewer."""
     schedule = np.asarray(spread.schedule)
     in_v = np.isin(schedule, V_SCHEDULES)
-    held: Numbers = 0
     for turn in range(int(np.max(spread.virtual))):
         onward = np.asarray(rank) + turn * np.asarray(spread.pp)
         back = 2 * np.asarray(spread.pp) - 1 - np.asarray(rank)
         stage = np.where(in_v & (turn == 1), back, onward)
-        held = held + np.where(
-            turn < np.asarray(spread.virtual), _layers(network, spread, stage), 0
-        )
-    return held
+        yield np.where(turn < np.asarray(spread.virtual), _layers(network, spread, stage), 0)
+
+
+def recomputed_layers(network: Network, spread: Spread, rank: Numbers) -> tuple[Numbers, Numbers]:
+    """Of a pipeline rank's layers, those that are recomputed, and in how many pieces."""
+    block = np.asarray(spread.recompute_method) == "block"
+    size = np.asarray(spread.recompute_layers)
+    layers: Numbers = 0
+    pieces: Numbers = 0
+    for held in _layers_by_turn(network, spread, rank):
+        some = np.where(block, np.minimum(size, held), held)
+        layers, pieces = layers + some, pieces + np.where(block, some, -(-held // size))
+    nothing = np.asarray(spread.recompute) == "none"
+    return np.where(nothing, 0, layers), np.where(nothing, 0, pieces)
 
 
 def _layers(network: Network, spread: Spread, stage: Numbers) -> Numbers:
@@ -125,11 +141,18 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
         table * network.heads * network.seq * network.seq * sequences,
     )
     rest = unit * (norms + attention_in + heads + mlp_in + c * wide / t)
+    entered = unit * software.residual_bytes / split
+    # Of qkv, up and, where it is no partial sum, out; of attention without the table of scores.
+    up = network.ffn / network.hidden * np.where(network.gated, 2, 1)
+    products = unit * c * ((1 + 2 * kv + up) / t + np.where(np.asarray(t) > 1, 0, 1))
+    attention = np.where(software.flash, unit * c / t + scores, 0)
+    ops = entered + np.where(spread.keeps_products, products, 0)
     return {
         "none": rest + scores,
         "core_attn": rest,
         "full_attn": unit * (norms + attention_in + mlp_in + c * wide / t),
-        "full": unit * software.residual_bytes / split,
+        "ops": ops + np.where(spread.keeps_attention, attention, 0),
+        "full": entered,
     }
 
 
@@ -222,11 +245,16 @@ def _passing_gradients(terms: dict[str, Term], spread: Spread, software: Softwar
 def _activations(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
     kept = activation_bytes(network, spread, software)
     mode = np.asarray(spread.recompute)
-    per_layer: Numbers = kept["none"]
-    for name in ("core_attn", "full_attn", "full"):
-        per_layer = np.where(mode == name, kept[name], per_layer)
-    working = kept["none"] - per_layer  # one layer is made whole again at a time
+    per_piece: Numbers = kept["none"]
+    for name in RECOMPUTE_MODES[1:]:
+        per_piece = np.where(mode == name, kept[name], per_piece)
     layers = layers_of_stage(network, spread, stage)
+    again, pieces = recomputed_layers(network, spread, stage)
+    # One piece is made whole again at a time.
+    block = np.asarray(spread.recompute_method) == "block"
+    size = np.where(block, np.minimum(again, 1), np.minimum(spread.recompute_layers, again))
+    working = np.maximum(size * kept["none"] - np.minimum(pieces, 1) * per_piece, 0.0)
+    held = (layers - again) * kept["none"] + pieces * per_piece
     flight = micro_batches_in_flight(spread, stage)
     tokens = spread.micro_batch * network.seq / spread.context
     split = np.where(spread.sequence_parallel, spread.mp, 1)
@@ -239,18 +267,29 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
         0,
     )
     return Term(
-        flight * layers * per_layer + working + embedded + final,
+        flight * held + working + embedded + final,
         "{flight:.3g} in flight x {layers:.0f} layers x {each:.4g} MB ({mode}) "
         "+ {working:.4g} MB of the current layer + {rest:.4g} MB of embedding and last norm",
         {
             "flight": flight,
             "layers": layers,
-            "each": per_layer / 1e6,
-            "mode": np.where(mode == "none", "all kept", mode),
+            "each": held / layers / 1e6,
+            "mode": _mode_text(spread, again, layers),
             "working": working / 1e6,
             "rest": (embedded + final) / 1e6,
         },
     )
+
+
+def _mode_text(spread: Spread, again: Numbers, layers: Numbers) -> Numbers:
+    """What is recomputed, for one layout; a search over many shows the granularity alone."""
+    mode = np.asarray(spread.recompute)
+    if np.ndim(again) or mode.ndim or not again:
+        return np.where(mode == "none", "all kept", mode)
+    if again < layers:
+        return f"{mode}, of {int(again)} layers"
+    together = int(spread.recompute_layers) if spread.recompute_method == "uniform" else 1
+    return f"{mode}, {together} layers together" if together > 1 else str(mode)
 
 
 def _logits(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
@@ -351,10 +390,10 @@ def _model_parallel(
     leaves = np.where(by_sequence, given, 2 * given)
     full = 2 * enters + np.where(early, 1, 2) * leaves
     attention = enters + np.where(early, 0, 1) * leaves
-    repeated = np.where(mode == "full", full, np.where(mode == "full_attn", attention, 0))
+    whole = np.isin(mode, ("full", "ops"))
+    repeated = np.where(whole, full, np.where(mode == "full_attn", attention, 0))
     # A block that takes pieces gathers them twice, to multiply and for its weights' gradient.
     block = np.where(by_sequence, 4 * given + taken, 2 * given + 2 * taken)
-    layer = 2 * block + repeated
     word = np.where(first, 2 * taken, 0)
     losses = 2 * 12 * spread.micro_batch * network.seq  # the largest logit and two sums, in fp32
     head = np.where(last, 2 * taken + losses, 0)
@@ -363,7 +402,10 @@ def _model_parallel(
     between = layers * network.whole_parameters + np.where(last, network.last_norm, 0)
     between = between + np.where(first, network.positions * network.hidden, 0)
     once = np.where(by_sequence, 2 * 4 * between, 0)
-    each = layers * layer + word + head
+    again, pieces = recomputed_layers(network, spread, stage)
+    # Of layers recomputed together only the last can stop early.
+    unstopped = np.where((mode == "full") & early, (again - pieces) * leaves, 0)
+    each = layers * 2 * block + again * repeated + unstopped + word + head
     return np.where(np.asarray(spread.mp) > 1, spread.micro_batches * each + once, 0)
 
 

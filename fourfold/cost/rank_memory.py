@@ -54,6 +54,15 @@ def memory_of_rank(config: Config, rank: int) -> RankMemory:
     return _Rules(config).memory_of(rank)
 
 
+def recomputed_in_all(config: Config) -> int:
+    """Layers of the whole network that are recomputed, where any are."""
+    layout, model = layout_of(config), config.Model
+    if model.recompute_method == "uniform":
+        return model.num_layers
+    stages = [stages_here(config, pp_rank).values() for pp_rank in range(layout.pp)]
+    return sum(min(len(own), model.recompute_num_layers) for here in stages for own in here)
+
+
 @dataclass(frozen=True)
 class _Part:
     """One rank's part of a parameter."""

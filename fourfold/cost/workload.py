@@ -19,7 +19,7 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of
 
-RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "full")
+RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "ops", "full")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,10 @@ class Spread:
     micro_batch: Numbers = 1
     micro_batches: Numbers = 1
     recompute: Numbers = "none"
+    recompute_method: Numbers = "uniform"
+    recompute_layers: Numbers = 1  # run together, or with `block` the first so many of a stage
+    keeps_products: Numbers = True  # recomputing operations
+    keeps_attention: Numbers = True
     sequence_parallel: Numbers = False
     schedule: Numbers = "1F1B"
     virtual: Numbers = 1
@@ -225,6 +229,10 @@ def spread_of(config: Config) -> Spread:
         micro_batch=config.Data.batch_size.micro_batch_size,
         micro_batches=config.Engine.accumulate_steps,
         recompute=config.Model.recompute_granularity or "none",
+        recompute_method=config.Model.recompute_method,
+        recompute_layers=config.Model.recompute_num_layers,
+        keeps_products="products" in config.Model.recompute_keep,
+        keeps_attention="attention" in config.Model.recompute_keep,
         sequence_parallel=config.Model.sequence_parallel and layout.mp_degree > 1,
         schedule=layout.pp_schedule,
         virtual=layout.virtual_pp_degree,

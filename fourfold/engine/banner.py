@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token
-from fourfold.cost.rank_memory import RankMemory, rank_memory
+from fourfold.cost.rank_memory import RankMemory, rank_memory, recomputed_in_all
 from fourfold.data import Mixture
 from fourfold.data.mixture import shares_of
 from fourfold.data.samples import PARTS
@@ -19,6 +19,7 @@ from fourfold.mesh import Layout
 from fourfold.model import ModelShape, count_parameters
 from fourfold.model.init import untrained_loss
 from fourfold.parallel import Runner
+from fourfold.parallel.recompute import Recompute
 from fourfold.terminal import in_bytes
 
 
@@ -30,7 +31,7 @@ def describe(
     seq_len, steps = config.Data.dataset.max_seq_len, config.Engine.max_steps
     parameters = count_parameters(shape)
     tokens = batch.global_batch_size * seq_len
-    recompute = config.Model.recompute_granularity if config.Model.use_recompute else "off"
+    recompute = Recompute.of(config.Model) or "off"
     yield f"layout: {layout} on {runner.device}, {runner.precision}, recompute {recompute}"
     yield from describe_ranks(rank_memory(config))
     yield (
@@ -58,8 +59,13 @@ def _compute(config: Config, shape: ModelShape, tokens: int) -> str:
     model = flops_per_token(shape, seq_len) * tokens
     text = f"{model / 1e12:.3g} TFLOP a step (model FLOPs, full attention)"
     if config.Model.use_recompute:
-        granularity = config.Model.recompute_granularity
-        hardware = flops_per_token(shape, seq_len, recompute=granularity) * tokens
+        hardware = tokens * flops_per_token(
+            shape,
+            seq_len,
+            recompute=config.Model.recompute_granularity,
+            recomputed_layers=recomputed_in_all(config),
+            keep=config.Model.recompute_keep,
+        )
         text += f", {hardware / 1e12:.3g} with what is recomputed"
     return text
 

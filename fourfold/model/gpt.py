@@ -9,7 +9,7 @@ Letters in shape comments: B batch, T positions, D hidden, H heads, K head size,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -221,6 +221,7 @@ class GPT(nn.Module):
             has_positions = "embeddings.position.weight" in self.table
             self.embeddings = Embeddings(shape, self.is_first and has_positions)
         self.layers = nn.ModuleDict({str(i): type(self).block(shape) for i in layers})
+        self.chunks = [tuple(self.layers)]  # numbers of layers that run one after the other
         if self.is_last:
             self.norm = type(self).final_norm(shape)
         self.head = Head(shape, owns_weight=self.is_last and not is_tied)
@@ -293,8 +294,22 @@ class GPT(nn.Module):
             if document_ids is None
             else document_mask(document_ids, compute_dtype(x.device, x.dtype))
         )
-        for number, layer in self.layers.items():
-            if reseed:
+        for numbers in self.chunks:
+            x = self.run_layers(numbers, x, mask, seed if reseed else None, attends)
+        return x
+
+    def run_layers(
+        self,
+        numbers: Sequence[str],
+        x: Tensor,
+        mask: Tensor | None,
+        seed: int | None,
+        attends: Mapping[str, Attend] | None,
+    ) -> Tensor:
+        """These layers, one after the other; `seed` where dropout is to be seeded."""
+        for number in numbers:
+            layer = self.layers[number]
+            if seed is not None:
                 seed_dropout(x.device, seed, number)
             x = layer(x, mask) if attends is None else layer(x, mask, attends[number])
         return x

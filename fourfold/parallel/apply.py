@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fourfold.config import Config
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, network_of
-from fourfold.model.gpt import Attention, Block, CoreAttention
+from fourfold.model.gpt import CoreAttention
 from fourfold.parallel.precision import Precision
+from fourfold.parallel.recompute import Recompute, apply_recompute
 from fourfold.parallel.runner import Runner
 from fourfold.parallel.stages import stages_here
 
@@ -76,9 +75,8 @@ def build_on_meta(config: Config, mesh: Mesh, device: torch.device) -> MetaParts
             apply_model_parallel(part, mesh.axis("mp"), model.sequence_parallel)
         if config.Engine.graph_mode == "static":
             compile_layers(part)
-        if model.use_recompute:
-            assert model.recompute_granularity is not None, "filled in when resolved"
-            apply_recompute(part, model.recompute_granularity)
+        if recompute := Recompute.of(model):
+            apply_recompute(part, recompute, mp_degree=layout.mp)
         precision.apply_autocast(part, device)
         if sharding is not None:
             sharding.apply(part)
@@ -129,34 +127,6 @@ def preload(layout: Layout) -> None:
         import fourfold.parallel.tensor
     if layout.pp > 1:
         import fourfold.parallel.pipeline  # noqa: F401
-
-
-# -- recomputation (activation checkpointing) ------------------------------------------------------
-#
-# `full` keeps only each layer's input, `full_attn` drops what attention (qkv, core, out) keeps,
-# `core_attn` only what softmax(q kᵀ) v keeps. Memory falls in the reverse order.
-
-
-WRAPPED = {"full": Block, "full_attn": Attention, "core_attn": CoreAttention}
-
-
-def apply_recompute(model: GPT, granularity: str) -> None:
-    """Replace the forward of every module of the chosen kind; parameter names stay as they are."""
-    for module in model.modules():
-        if isinstance(module, WRAPPED[granularity]):
-            _recompute(module)
-
-
-def _recompute(module: nn.Module) -> None:
-    forward = module.forward
-
-    # A function and not a `partial`, of which the compiler would make a graph of its own for every
-    # layer, and none after the eighth.
-    def recomputed(*given: Any) -> Any:
-        # The generator's state is kept and restored, so a repeated dropout drops the same numbers.
-        return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True)
-
-    module.forward = recomputed
 
 
 # -- the static graph: each layer compiled by itself, so that layers share one ---------------------

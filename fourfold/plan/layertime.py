@@ -94,10 +94,23 @@ def layer_time(
     stopped = 0.5 * np.where(software.stops_early, forward.tensor_parallel, 0.0)
     whole = replace(forward, tensor_parallel=forward.tensor_parallel - stopped)
     mode = np.asarray(spread.recompute)
+    # Norms, GELU and dropout again, the sums, and what is not kept.
+    products = np.where(spread.keeps_products, 0.0, forward.products)
+    attention = np.where(spread.keeps_attention, 0.0, forward.attention)
+    ops = replace(whole, products=products, attention=attention)
     repeated = forward.plus(forward, -1.0)
-    for name, part in (("full", whole), ("full_attn", block), ("core_attn", core)):
-        repeated = repeated.plus(part, np.where(mode == name, 1.0, 0.0))
+    parts = (("full", whole), ("ops", ops), ("full_attn", block), ("core_attn", core))
+    share = _recomputed_share(network, spread)
+    for name, part in parts:
+        repeated = repeated.plus(part, np.where(mode == name, share, 0.0))
     return LayerTime(forward, repeated, backward)
+
+
+def _recomputed_share(network: Network, spread: Spread) -> Numbers:
+    """Of the layers of a stage, those that are recomputed if any are."""
+    stages = np.asarray(spread.pp) * np.asarray(spread.virtual)
+    first = np.minimum(spread.recompute_layers * stages / network.layers, 1.0)
+    return np.where(np.asarray(spread.recompute_method) == "block", first, 1.0)
 
 
 def _passes(

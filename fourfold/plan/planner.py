@@ -144,6 +144,8 @@ class Candidate:
             "Engine.accumulate_steps": s.micro_batches,
             "Model.use_recompute": recompute,
             "Model.recompute_granularity": s.recompute if recompute else None,
+            "Model.recompute_method": str(s.recompute_method),
+            "Model.recompute_num_layers": int(s.recompute_layers),
             "Model.sequence_parallel": bool(s.sequence_parallel),
         }
 

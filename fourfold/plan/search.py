@@ -133,6 +133,9 @@ def _with_variants(columns: dict[str, np.ndarray], workload: Workload, fixed: Fi
                     legal &= columns["sharding"] > 1
                 if stage > 1:
                     legal &= ~np.isin(columns["schedule"], SPLIT_SCHEDULES)
+                if mode == "ops":
+                    legal &= ~np.isin(columns["schedule"], SPLIT_SCHEDULES)
+                    legal &= workload.config.Engine.graph_mode != "static"
                 if split:
                     legal &= (columns["mp"] > 1) & (seq % columns["mp"] == 0)
                 picks.append((np.flatnonzero(legal), stage, mode, split))

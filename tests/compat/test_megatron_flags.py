@@ -129,6 +129,10 @@ def test_flags_left_out_have_the_defaults_of_megatron(tmp_path: Path) -> None:
             "--recompute-granularity full --recompute-method uniform",
             {"Model.use_recompute": True, "Model.recompute_granularity": "full"},
         ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            {"Model.recompute_method": "block", "Model.recompute_num_layers": 3},
+        ),
         ("--load other", {"Engine.save_load.ckpt_dir": "other"}),
         ("--initial-loss-scale 4096", {"Engine.mix_precision.scale_loss": 4096.0}),
         ("--make-vocab-size-divisible-by 1", {"Model.vocab_size": 50264}),

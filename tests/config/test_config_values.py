@@ -32,8 +32,8 @@ def test_all_problems_in_one_report(problems: Problems) -> None:
         "run.yaml:3: Engine.logging_freq=True is not an integer of at least 1",
         "run.yaml:5: Model.hiden_size: unknown key; did you mean hidden_size?",
         "run.yaml:7: Model.hidden_dropout_prob=1.5 is not a number of at least 0 and below 1",
-        "run.yaml:8: Model.recompute_granularity='full_atn' is not one of full, full_attn, "
-        "core_attn or null; did you mean full_attn?",
+        "run.yaml:8: Model.recompute_granularity='full_atn' is not one of full, ops, "
+        "full_attn, core_attn or null; did you mean full_attn?",
         "run.yaml:10: Distributed.mp_degree=3 does not divide Model.num_attention_heads=16; "
         "choose 1, 2, 4, 8 or 16",
         "run.yaml:12: Distributed.sharding.sharding_stage=4 is not one of 1, 2, 3",
@@ -297,6 +297,23 @@ def test_dp_follows_the_number_of_processes(load: Load, problems: Problems) -> N
         (["Data.dataset.split=1,2,3,4"], "Data.dataset.split='1,2,3,4': give one to three shares"),
         (["Data.dataset.split=-1,2"], "Data.dataset.split='-1,2': give one to three shares"),
         (["Global.seed=-1"], "Global.seed=-1 is not an integer of at least 0"),
+        (
+            ["Model.recompute_num_layers=2", "Model.recompute_granularity=core_attn"],
+            "Model.recompute_num_layers=2 layers are recomputed together, which goes with whole",
+        ),
+        (
+            ["Model.recompute_granularity=ops", "Engine.graph_mode=static"],
+            "Model.recompute_granularity=ops cannot be combined with Engine.graph_mode=static",
+        ),
+        (
+            [
+                "Model.recompute_granularity=ops",
+                "Distributed.pp_degree=2",
+                "Distributed.pp_schedule=ZBVZeroBubble",
+                "Distributed.virtual_pp_degree=2",
+            ],
+            "Model.recompute_granularity=ops cannot be combined with Distributed.pp_schedule=",
+        ),
         (["Model.num_layers=2.5"], "Model.num_layers=2.5 is not an integer of at least 1"),
     ],
 )
@@ -322,6 +339,14 @@ def test_splits_of_the_documents(split: str, load: Load) -> None:
         (
             ["Model.use_recompute=False", "Model.recompute_granularity=full"],
             "Model.recompute_granularity=full has no effect",
+        ),
+        (
+            ["Model.use_recompute=False", "Model.recompute_method=block"],
+            "Model.recompute_method=block has no effect with Model.use_recompute=False",
+        ),
+        (
+            ["Model.recompute_keep=[products]"],
+            "Model.recompute_keep=['products'] has no effect with Model.recompute_granularity=full",
         ),
         (
             ["Distributed.sharding.sharding_stage=3"],

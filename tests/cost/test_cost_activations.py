@@ -9,7 +9,7 @@ from helpers.kept_bytes import kept_bytes
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.parallel.apply import apply_recompute
+from fourfold.parallel.recompute import Recompute, apply_recompute
 
 TOKENS, LENGTH = 4 * 128, 128
 
@@ -21,7 +21,7 @@ def kept_by_a_layer(dropout: float, granularity: str | None) -> int:
         model = GPT(shape_of(dropout, layers))
         initialize(model, seed=0)
         if granularity:
-            apply_recompute(model, granularity)
+            apply_recompute(model, Recompute(granularity))
         return kept_bytes(model, torch.zeros(TOKENS // LENGTH, LENGTH, dtype=torch.long))
 
     return kept(3) - kept(2)

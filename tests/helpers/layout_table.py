@@ -105,8 +105,11 @@ AXIS_KEYS = {
 }
 
 
-def recompute(granularity: str) -> tuple[str, ...]:
-    return ("Model.use_recompute=True", f"Model.recompute_granularity={granularity}")
+def recompute(granularity: str, method: str = "uniform", layers: int = 1) -> tuple[str, ...]:
+    asked = ("Model.use_recompute=True", f"Model.recompute_granularity={granularity}")
+    if (method, layers) == ("uniform", 1):
+        return asked
+    return (*asked, f"Model.recompute_method={method}", f"Model.recompute_num_layers={layers}")
 
 
 def micro(size: int) -> tuple[str, ...]:
@@ -165,9 +168,15 @@ CASES = [
     Case("pp2 mp2 sp", extras=recompute("full_attn")),
     Case("dp2 pp2 interleaved", extras=recompute("core_attn")),
     Case("sh2 stage3", extras=recompute("full")),
+    Case("sh2 stage3", extras=recompute("full", layers=3)),
+    Case("pp2 mp2 sp", extras=recompute("full", layers=2)),
+    Case("sh2 stage3 mp2 sp", extras=recompute("ops")),
+    Case("pp2 interleaved", extras=recompute("ops", "block", 1)),
+    Case("pp2 zbv mp2 sp", extras=recompute("full", "block", 1)),
     Case("sh2 stage3", extras=("Engine.graph_mode=static",)),
     Case("dp2 mp2", extras=("Engine.graph_mode=static",)),
     Case("mp2 sp", extras=("Engine.graph_mode=static",)),
+    Case("mp2 sp", extras=("Engine.graph_mode=static", *recompute("full", layers=2))),
     Case("dp2", extras=("Fused.tensor_fusion=True",)),
     # Sizes that do not divide.
     Case("pp2", FIVE_LAYERS, quick=True),
@@ -198,4 +207,5 @@ CASES = [
     Case("pp2 mp2", dtype="float16", level="O2", quick=True),
     Case("sh2 stage3 mp2 sp", dtype="float16", level="O2"),
     Case("pp2 sh2 stage2", dtype="float16", level="O1"),
+    Case("pp2 mp2 sp", extras=recompute("ops"), dtype="float16", level="O2"),
 ]

@@ -18,7 +18,7 @@ from fourfold.data import Batch
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.model.gpt import document_mask
 from fourfold.parallel import Precision
-from fourfold.parallel.apply import apply_recompute
+from fourfold.parallel.recompute import Recompute, apply_recompute
 
 LENGTHS = ((9, 7), (1, 15), (4, 12))  # two documents a sample of 16 tokens
 
@@ -178,7 +178,7 @@ def run(
     model = GPT(shape)
     initialize(model, seed=1)
     if granularity:
-        apply_recompute(model, granularity)
+        apply_recompute(model, Recompute(granularity))
     if compiled:
         for layer in model.layers.values():
             layer.compile()

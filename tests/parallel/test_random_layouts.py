@@ -63,6 +63,9 @@ EXTRAS = {
     "recompute full": recompute("full"),
     "recompute full_attn": recompute("full_attn"),
     "recompute core_attn": recompute("core_attn"),
+    "recompute ops": recompute("ops"),
+    "recompute together": recompute("full", layers=3),
+    "recompute some": recompute("full_attn", "block", 1),
     "micro 2": micro(2),
     "micro 4": micro(4),
     "async save": ("Engine.save_load.async_save=True",),
@@ -78,7 +81,7 @@ RIVALS = [
     {"documents", "documents apart"},
     {"clipped", "not clipped"},
     {"micro 2", "micro 4", "hidden dropout", "attention dropout"},
-    {"recompute full", "recompute full_attn", "recompute core_attn"},
+    {name for name in EXTRAS if name.startswith("recompute")},
 ]
 PRECISIONS = {
     "bfloat16 O1": ("bfloat16", "O1"),

@@ -1,7 +1,7 @@
-"""Each recompute granularity keeps less in memory than the one before it.
+"""What recomputation leaves in memory, and that it is what the price says.
 
-Peaks are exact sums over live tensors, as torch's own tracker sees them; resident memory would
-add the allocator's habits to every figure.
+Bytes are exact sums over live tensors, as torch's own tracker sees them; resident memory would add
+the allocator's habits to every figure.
 """
 
 from __future__ import annotations
@@ -10,44 +10,100 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from fourfold.cost.memory import memory_of
+from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.parallel.apply import apply_recompute
+from fourfold.parallel.recompute import Recompute, apply_recompute
 
-MODES = ("full", "full_attn", "core_attn", None)
+BATCH, LENGTH = 4, 128
 
 
-def peak_bytes(granularity: str | None, dropout: float) -> int:
-    shape = ModelShape(
-        vocab_size=256,
+def shape_of(layers: int, dropout: float) -> ModelShape:
+    return ModelShape(
+        vocab_size=64,
         hidden_size=64,
-        num_layers=8,
+        num_layers=layers,
         num_attention_heads=4,
         ffn_hidden_size=256,
-        max_position_embeddings=128,
+        max_position_embeddings=LENGTH,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    model = GPT(shape)
+
+
+def measured(recompute: Recompute | None, layers: int, dropout: float) -> tuple[int, int]:
+    """Bytes beside weights and gradients after a forward pass, and the most of the step."""
+    model = GPT(shape_of(layers, dropout))
     initialize(model, seed=0)
-    if granularity:
-        apply_recompute(model, granularity)
-    tokens = torch.zeros(8, 128, dtype=torch.long)
+    if recompute:
+        apply_recompute(model, recompute)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
-        model(tokens, tokens).backward()
-    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+        loss = model(tokens, tokens)
+        held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+        loss.backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return held["Total"] - held["Parameter"], peak["Total"]
+
+
+def priced(recompute: Recompute | None, layers: int, dropout: float) -> float:
+    """Bytes of the activations of that many layers, with what is at work."""
+    network = Network.of(shape_of(layers, dropout), LENGTH)
+    software = Software(
+        compute_bytes=4, residual_bytes=4, norm_bytes=4, mask_bytes=4, flash=dropout == 0
+    )
+    spread = Spread(micro_batch=BATCH)
+    if recompute:
+        spread = Spread(
+            micro_batch=BATCH,
+            recompute=recompute.granularity,
+            recompute_method=recompute.method,
+            recompute_layers=recompute.layers,
+            keeps_products="products" in recompute.keep,
+            keeps_attention="attention" in recompute.keep,
+        )
+    return float(memory_of(network, spread, software)["activations"])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        None,
+        Recompute("core_attn"),
+        Recompute("full_attn"),
+        Recompute("ops"),
+        Recompute("ops", keep=["products"]),
+        Recompute("ops", keep=["attention"]),
+        Recompute("full"),
+        Recompute("full", layers=2),
+        Recompute("full", "block", 3),
+        Recompute("full_attn", "block", 1),
+    ],
+    ids=str,
+)
+def test_layers_keep_what_their_price_says(recompute: Recompute | None, dropout: float) -> None:
+    """Of six layers over two: what is not a layer's, and one piece at work, is in both."""
+    kept = measured(recompute, 6, dropout)[0] - measured(recompute, 2, dropout)[0]
+    price = priced(recompute, 6, dropout) - priced(recompute, 2, dropout)
+    print(f"{recompute}: {kept:,} bytes kept, {price:,.0f} priced")
+    assert kept == pytest.approx(price, rel=0.01)
+
+
+def test_a_chunk_is_made_whole_again_at_once() -> None:
+    """Fewer inputs are kept of longer chunks, and more is at work at the peak."""
+    chunks = [Recompute("full", layers=layers) for layers in (1, 2, 4)]
+    peaks = [measured(chunk, 8, 0.0)[1] for chunk in chunks]
+    prices = [priced(chunk, 8, 0.0) for chunk in chunks]
+    more = [peak - peaks[0] for peak in peaks[1:]]
+    # On top, gradients come while a longer chunk is still there.
+    assert more == pytest.approx([price - prices[0] for price in prices[1:]], rel=0.25)
 
 
 def test_peak_memory_follows_the_granularity() -> None:
-    full, full_attn, core_attn, off = (peak_bytes(mode, dropout=0.1) for mode in MODES)
-    print(f"full {full:,}, full_attn {full_attn:,}, core_attn {core_attn:,}, off {off:,} bytes")
-    assert full < full_attn < core_attn < off
-
-
-def test_without_dropout_core_attn_has_little_left_to_save() -> None:
-    """torch's fused attention keeps no probabilities by itself, only a sum per row."""
-    full, full_attn, core_attn, off = (peak_bytes(mode, dropout=0.0) for mode in MODES)
-    print(f"full {full:,}, full_attn {full_attn:,}, core_attn {core_attn:,}, off {off:,} bytes")
-    assert full < full_attn < core_attn <= off
-    assert core_attn == pytest.approx(off, rel=0.02)
+    modes = [Recompute(name) for name in ("full", "ops", "full_attn", "core_attn")]
+    peaks = [measured(mode, 8, dropout=0.1)[1] for mode in (*modes, None)]
+    print(", ".join(f"{peak:,}" for peak in peaks))
+    assert peaks == sorted(peaks) and len(set(peaks)) == 5

@@ -21,8 +21,9 @@ from fourfold.errors import UserError
 from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.parallel import Precision, Runner, parallelize
-from fourfold.parallel.apply import apply_recompute, compile_layers
+from fourfold.parallel.apply import compile_layers
 from fourfold.parallel.precision import unmet_list_entries
+from fourfold.parallel.recompute import Recompute, apply_recompute
 from fourfold.parallel.runner import sum_of_squares
 
 SHAPE = ModelShape(
@@ -43,7 +44,7 @@ def make_runner(
     dtype: str = "float32",
     level: str | None = None,
     micro: int = 8,
-    recompute: str | None = None,
+    recompute: Recompute | str | None = None,
     compiled: bool = False,
 ) -> Runner:
     model = GPT(shape)
@@ -51,7 +52,8 @@ def make_runner(
     if compiled:
         compile_layers(model)
     if recompute:
-        apply_recompute(model, recompute)
+        asked = Recompute(recompute) if isinstance(recompute, str) else recompute
+        apply_recompute(model, asked)
     return runner_of(model, Precision(dtype, level), micro)
 
 
@@ -90,10 +92,32 @@ def test_micro_batch_size_does_not_matter(micro: int) -> None:
         torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
-def test_recomputation_is_exact_with_dropout(granularity: str) -> None:
-    loss, gradients = run(make_runner())
-    other_loss, others = run(make_runner(recompute=granularity))
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        Recompute("full"),
+        Recompute("ops"),
+        Recompute("ops", keep=["products"]),
+        Recompute("ops", keep=["attention"]),
+        Recompute("full_attn"),
+        Recompute("core_attn"),
+        Recompute("full", layers=2),  # with one left over
+        Recompute("full", "block", 2),
+        Recompute("ops", "block", 1),
+        Recompute("core_attn", "block", 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputation_is_exact(recompute: Recompute, dropout: float) -> None:
+    shape = dataclasses.replace(
+        SHAPE,
+        num_layers=3,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    loss, gradients = run(make_runner(shape, micro=4))
+    other_loss, others = run(make_runner(shape, micro=4, recompute=recompute))
     assert other_loss == loss
     for name, gradient in gradients.items():
         assert torch.equal(others[name], gradient), name
@@ -151,9 +175,11 @@ def test_static_graph_is_compiled_whatever_is_recomputed(tmp_path, granularity: 
     assert torch.equal(other, gradient)
 
 
-@pytest.mark.parametrize("granularity", [None, "full", "full_attn", "core_attn"])
+@pytest.mark.parametrize(
+    "granularity", [None, "full", "full_attn", "core_attn", Recompute("full", layers=5)], ids=str
+)
 def test_layers_share_one_graph_however_many_there_are(
-    granularity: str | None, monkeypatch: pytest.MonkeyPatch
+    granularity: Recompute | str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch gives up after eight graphs of one function and runs the rest uncompiled.
 

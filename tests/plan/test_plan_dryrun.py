@@ -43,6 +43,8 @@ O2 = ["Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2"]
 O1 = ["Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O1"]
 INTERLEAVED = [f"{SCHEDULE}=Interleaved1F1B", f"{VIRTUAL}=3"]
 FULL = ["Model.use_recompute=True"]
+OPERATIONS = [*FULL, "Model.recompute_granularity=ops"]
+NUMBER, BLOCK = "Model.recompute_num_layers", "Model.recompute_method=block"
 FULL_ATTENTION = [*FULL, "Model.recompute_granularity=full_attn"]
 
 LAYOUTS = {
@@ -52,6 +54,9 @@ LAYOUTS = {
     "mp2 sp O1": [f"{MP}=2", f"{DP}=1", SP, f"{MICRO}=4", *O1],
     "mp2 O1, all recomputed": [f"{MP}=2", f"{DP}=1", f"{MICRO}=4", *O1, *FULL],
     "mp4 sp O2, attention again": [f"{MP}=4", f"{DP}=1", SP, f"{MICRO}=4", *O2, *FULL_ATTENTION],
+    "mp2 sp O1, operations kept": [f"{MP}=2", f"{DP}=1", SP, f"{MICRO}=4", *O1, *OPERATIONS],
+    "mp2 sp, three together": [f"{MP}=2", f"{DP}=1", SP, f"{MICRO}=4", *FULL, f"{NUMBER}=3"],
+    "mp2, two recomputed": [f"{MP}=2", f"{DP}=1", f"{MICRO}=4", *FULL, BLOCK, f"{NUMBER}=2"],
     "pp3 uneven O2": [f"{PP}=3", f"{DP}=1", f"{MICRO}=4", *O2],
     "pp4 mp2 sp": [f"{PP}=4", f"{MP}=2", f"{DP}=1", SP, f"{MICRO}=2"],
     "interleaved": [f"{PP}=2", f"{DP}=1", *INTERLEAVED, f"{MICRO}=2"],

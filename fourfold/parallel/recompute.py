@@ -1,0 +1,148 @@
+"""Recomputation (activation checkpointing): what of a layer is made again in the backward pass.
+
+| granularity | kept of a layer                                    | made again           |
+|-------------|----------------------------------------------------|----------------------|
+| full        | its input                                          | everything           |
+| ops         | its input, products and what attention gave        | norms, GELU, dropout |
+| full_attn   | all but what attention (qkv, core, out) keeps      | attention            |
+| core_attn   | all but what softmax(q kᵀ) v keeps                 | softmax(q kᵀ) v      |
+
+`uniform` runs so many layers together and keeps the input of the first only, which `full` alone can
+do; `block` recomputes the first so many layers of a stage and leaves the rest as they are. The
+numbers are those of a run that keeps everything, to the bit: the state of the generator is kept and
+restored, so a repeated dropout drops the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fourfold.config.schema import ModelSection
+from fourfold.model.gpt import GPT, Attention, CoreAttention, Linear
+
+aten = torch.ops.aten
+KEPT_OPERATIONS = {
+    "products": (aten.mm.default, aten.addmm.default),
+    "attention": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is recomputed, and of which layers of a stage."""
+
+    granularity: str
+    method: Literal["uniform", "block"] = "uniform"
+    layers: int = 1  # run together, or the first so many
+    keep: Sequence[str] = ("products", "attention")  # by `ops`
+
+    @classmethod
+    def of(cls, model: ModelSection) -> Recompute | None:
+        if not model.use_recompute:
+            return None
+        assert model.recompute_granularity is not None, "filled in when resolved"
+        return cls(
+            model.recompute_granularity,
+            model.recompute_method,
+            model.recompute_num_layers,
+            model.recompute_keep,
+        )
+
+    def __str__(self) -> str:
+        if self.method == "block":
+            return f"{self.granularity} of the first {self.layers} layer(s) of a stage"
+        together = f", {self.layers} layers together" if self.layers > 1 else ""
+        return self.granularity + together
+
+
+def apply_recompute(model: GPT, recompute: Recompute, *, mp_degree: int = 1) -> None:
+    """Replace the forward of what is recomputed; parameter names stay as they are."""
+    numbers = list(model.layers)
+    if recompute.method == "block":
+        numbers = numbers[: recompute.layers]
+    elif recompute.layers > 1:
+        _run_together(model, numbers, recompute.layers)
+        return
+    layers = [model.layers[number] for number in numbers]
+    if recompute.granularity == "full":
+        _recompute(layers)
+    elif recompute.granularity == "ops":
+        for number in numbers:
+            _keep_operations(model, number, recompute.keep, mp_degree)
+    else:
+        kind = {"full_attn": Attention, "core_attn": CoreAttention}[recompute.granularity]
+        modules = [module for layer in layers for module in layer.modules()]
+        _recompute(module for module in modules if isinstance(module, kind))
+
+
+def _recompute(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        module.forward = _recomputed(module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    # A function and not a `partial`, of which the compiler would make a graph of its own for every
+    # layer, and none after the eighth.
+    def recomputed(*given: Any) -> Any:
+        return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True, **options)
+
+    return recomputed
+
+
+def _run_together(model: GPT, numbers: list[str], size: int) -> None:
+    """Layers by the chunk: one input is kept of each, and one chunk at a time is made whole."""
+    model.chunks = [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+    model.run_layers = _recomputed(model.run_layers)  # type: ignore[method-assign]
+
+
+def _keep_operations(model: GPT, number: str, keep: Sequence[str], mp_degree: int) -> None:
+    """Of this layer keep what the operations named in `keep` give (torch's selective checkpoint).
+
+    The last product of a layer is kept by nobody: no gradient needs it, and recomputing stops
+    before it. Neither are partial sums over model-parallel ranks, each as large as if it were not
+    divided; they are made again and added up again.
+    """
+    kept = {operation for name in keep for operation in KEPT_OPERATIONS[name]}
+    layer, in_passing = model.layers[number], [0]
+
+    def policy(_: Any, operation: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+        if operation in kept and not in_passing[0]:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def not_kept(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def passing(*given: Any) -> Any:
+            in_passing[0] += 1
+            try:
+                return forward(*given)
+            finally:
+                in_passing[0] -= 1
+
+        return passing
+
+    writers = [
+        module
+        for path, module in layer.named_modules()
+        if isinstance(module, Linear)
+        and model.table[f"layers.{number}.{path}.weight"].split_dim == 1
+    ]
+    for module in writers if mp_degree > 1 else writers[-1:]:
+        module.forward = not_kept(module.forward)  # type: ignore[method-assign]
+    layer.forward = _recomputed(
+        layer.forward, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
