@@ -420,6 +420,12 @@ class Mesh:
             dist.all_reduce(summed)
         return summed.tolist()
 
+    def all_reduce_(self, values: torch.Tensor) -> None:
+        """The same in place, for values on the device, which are not waited for."""
+        if self.size > 1:
+            with timed_comm():
+                dist.all_reduce(values)
+
     def all_gather(self, *values: float) -> list[list[float]]:
         """The values of every rank, by rank."""
         if self.size == 1:

@@ -146,15 +146,22 @@ class Optimizer:
         self.groups = [ParamGroup.of(decays, weight_decay), ParamGroup.of(spared, 0.0)]
 
     @torch.no_grad()
-    def update(self, learning_rate: float, norm: float, loss_scale: float = 1.0) -> None:
+    def update(
+        self,
+        learning_rate: float,
+        norm: float | Tensor,
+        loss_scale: float | Tensor = 1.0,
+        found_inf: Tensor | None = None,
+    ) -> None:
         """One step with gradients divided by the loss scale and clipped to `grad_clip`.
 
         `norm` is the norm after unscaling. The fused kernel divides while it reads, so neither
-        unscaling nor clipping makes a pass of its own over the gradients.
+        unscaling nor clipping makes a pass of its own over the gradients. On a GPU the numbers may
+        stay there; where `found_inf` turns out to be one, nothing is changed.
         """
         divisor = loss_scale
         if self.grad_clip > 0:
-            divisor *= max(norm, self.grad_clip) / self.grad_clip
+            divisor = divisor * (_at_least(norm, self.grad_clip) / self.grad_clip)
         for group in self.groups:
             filled = group.filled()
             if not filled:
@@ -171,6 +178,7 @@ class Optimizer:
                 [group.steps[i] for i in filled],
                 fused=True,
                 grad_scale=_scale_like(group.steps[0], divisor),
+                found_inf=found_inf,
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -220,9 +228,15 @@ class Optimizer:
                 step.fill_(float(updates))
 
 
-def _scale_like(step: Tensor, divisor: float) -> Tensor | None:
+def _scale_like(step: Tensor, divisor: float | Tensor) -> Tensor | None:
     """None where nothing is divided: then the kernel does not write back the gradients."""
+    if isinstance(divisor, Tensor):
+        return divisor.to(step.dtype)
     return None if divisor == 1.0 else torch.full_like(step, divisor)
+
+
+def _at_least(norm: float | Tensor, least: float) -> float | Tensor:
+    return norm.clamp(min=least) if isinstance(norm, Tensor) else max(norm, least)
 
 
 def _is_view_of(parameter: Tensor, flat: Tensor) -> bool:

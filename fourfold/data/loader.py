@@ -60,7 +60,9 @@ class Loader:
         size: int = 1,
         prefetch: int = 2,
         vocab_size: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
+        """With `pin_memory` a GPU copies the batches while the host goes on."""
         batch_schedule = (
             BatchSchedule(global_batch_size)
             if isinstance(global_batch_size, int)
@@ -90,6 +92,7 @@ class Loader:
         self._size = size
         self._prefetch = prefetch
         self._vocab_size = vocab_size
+        self._pin_memory = pin_memory
         if self._masked_token is not None and size > 1:
             samples.index_ends(self._masked_token)
         self._pending: dict[int, Future[Batch]] = {}
@@ -175,14 +178,17 @@ class Loader:
         if self._reset_attention_mask:
             documents = torch.from_numpy(document_ids(ends))
         return Batch(
-            tokens=torch.from_numpy(tokens),
-            labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(loss_mask),
-            position_ids=positions,
+            tokens=self._pinned(torch.from_numpy(tokens)),
+            labels=self._pinned(torch.from_numpy(labels)),
+            loss_mask=self._pinned(torch.from_numpy(loss_mask)),
+            position_ids=self._pinned(positions),
             sample_ids=local_ids,
             global_valid_tokens=float(valid),
-            document_ids=documents,
+            document_ids=None if documents is None else self._pinned(documents),
         )
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if self._pin_memory else tensor
 
     def _check_vocabulary(self, rows: np.ndarray, local_ids: np.ndarray) -> None:
         """Check what the manifest only claims: that the ids are within the vocabulary."""

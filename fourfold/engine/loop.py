@@ -19,6 +19,7 @@ from fourfold.engine.banner import describe
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
 from fourfold.engine.run_data import RunData
+from fourfold.engine.updates import StepResult, updates_of
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Meter, Sinks, StepOutcome, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
@@ -61,6 +62,7 @@ class Engine:
             if runner.precision.scales_loss
             else None
         )
+        self.updates = updates_of(runner, optimizer)
         self.guard = NonFiniteGuard(config.Engine.max_skipped_steps)
         self.step = 0
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
@@ -121,18 +123,22 @@ class Engine:
             with meter.timed("reader", self.step):
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
-            loss, norm, stopping = self._train_step(batch, meter, sinks, stop)
-            watch.end_step(self._outcome(loss, norm))
+            last, evaluates, saves, checks = self._due_now(save)
+            outcomes, stopping = self._train_step(batch, meter, sinks, stop)
+            if last or evaluates or saves or checks or stopping or self.guard.gave_up:
+                # What follows speaks of this very step.
+                rest, asked = self._settle(sinks, of_all=True)
+                outcomes, stopping = outcomes + rest, stopping or asked
+            watch.end_step(outcomes)
             if self.guard.gave_up:
                 saved = saving.save_what_is_left(self, meter, sinks, stop)
                 raise self.guard.failure(self.step, saved)
-            if _due(self.step, engine.check_replicas_freq):
+            if checks:
                 self.runner.check_replicas(f"step {self.step}")
-            if _due(self.step, engine.eval_freq) and not stopping:
+            if evaluates and not stopping:
                 with meter.timed("evaluate", self.step):
                     stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
-            last = self.step == engine.max_steps
-            if save and (_due(self.step, engine.save_load.save_steps) or last or stopping):
+            if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
         if stopping:
@@ -141,39 +147,51 @@ class Engine:
             sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
         return stopping
 
+    def _due_now(self, save: bool) -> tuple[bool, bool, bool, bool]:
+        """Whether the step is the last, and whether it is followed by an evaluation, a save, a
+        check."""
+        engine = self.config.Engine
+        last = self.step == engine.max_steps
+        saves = save and (last or _due(self.step, engine.save_load.save_steps))
+        return (
+            last,
+            _due(self.step, engine.eval_freq),
+            saves,
+            _due(self.step, engine.check_replicas_freq),
+        )
+
     def _train_step(
         self, batch: Batch, meter: Meter, sinks: Sinks, stop: StopRequest
-    ) -> tuple[float, float, bool]:
+    ) -> tuple[list[StepOutcome], bool]:
         """Forward, backward and, unless something is not finite, the update.
 
-        Returns the loss, the norm of the gradient and whether any rank was asked to stop: what all
-        ranks must decide alike travels in one all-reduce.
+        Returns what has become known: on a CPU of this step, on a GPU of the one before.
         """
-        scale = self.loss_scale.value if self.loss_scale else 1.0
+        scale = self.updates.scale_of(self.loss_scale)
         with meter.timed("forward_backward", self.step):
-            share = float(self.runner.run(batch, self.step, scale))
+            share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
-            asked = stop.reason() is not None
-            loss, squares, stops = self.mesh.all_reduce(share, self.runner.squared_norm(), asked)
-            norm = math.sqrt(squares) / scale
-            if self.guard.admits(loss, norm, self.loss_scale):
-                self.optimizer.update(self.schedule.lr_at(self.step), norm, scale)
-                self.runner.sync_weights_from_masters()
-            else:
+            rate, asked = self.schedule.lr_at(self.step), stop.reason() is not None
+            self.updates.apply(self.step, share, rate, scale, asked)
+            return self._settle(sinks)
+
+    def _settle(self, sinks: Sinks, *, of_all: bool = False) -> tuple[list[StepOutcome], bool]:
+        """Take in the results that are known, or all: their outcomes, and whether any rank was
+        asked to stop."""
+        outcomes, stopping = [], False
+        for result in self.updates.results(of_all=of_all):
+            if not self.guard.admits(result, self.loss_scale):
                 sinks.event(
                     "skipped_update",
-                    step=self.step,
-                    loss=loss,
-                    grad_norm=norm,
-                    loss_scale=scale,
-                    sample_ids=[*self._samples_of_step()],
+                    step=result.step,
+                    loss=result.loss,
+                    grad_norm=result.norm,
+                    loss_scale=result.loss_scale,
+                    sample_ids=[*self.batch_schedule.samples_of(result.step - 1)],
                 )
-            self.optimizer.zero_grad()
-        return loss, norm, stops > 0
-
-    def _samples_of_step(self) -> range:
-        """The samples of the current step's global batch, on all ranks."""
-        return self.batch_schedule.samples_of(self.step - 1)
+            outcomes.append(self._outcome(result))
+            stopping |= result.stops
+        return outcomes, stopping
 
     @excluded()
     def _evaluate(
@@ -203,7 +221,7 @@ class Engine:
         sinks.evaluation(
             part,
             step=self.step,
-            epoch=self._epoch(),
+            epoch=self._epoch(self.step),
             batch=iterations - 1,
             loss=total / max(tokens, 1.0),
             seconds=time.perf_counter() - start,
@@ -245,22 +263,22 @@ class Engine:
                 watch.sinks.notice(line)
         return watch
 
-    def _outcome(self, loss: float, norm: float) -> StepOutcome:
+    def _outcome(self, result: StepResult) -> StepOutcome:
         return StepOutcome(
-            step=self.step,
-            epoch=self._epoch(),
-            batch=self.step - 1,
-            loss=loss,
+            step=result.step,
+            epoch=self._epoch(result.step),
+            batch=result.step - 1,
+            loss=result.loss,
             # As the originals do: the rate shown is the one the next step will use.
-            learning_rate=self.schedule.lr_at(self.step + 1),
-            grad_norm=norm,
+            learning_rate=self.schedule.lr_at(result.step + 1),
+            grad_norm=result.norm,
             loss_scale=self.loss_scale.value if self.loss_scale else None,
             skipped=self.guard.skipped,
         )
 
-    def _epoch(self) -> int:
-        """How often the run has been through its training split, from 0."""
-        seen = self.batch_schedule.consumed(self.step - 1)
+    def _epoch(self, step: int) -> int:
+        """How often the run had been through its training split before `step`."""
+        seen = self.batch_schedule.consumed(step - 1)
         train = self.data.samples["train"]
         return seen * train.seq_len // max(train.tokens_per_epoch, 1)
 
@@ -269,24 +287,23 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-# -- the guard before every update ----------------------------------------------------------------
+# -- the guard behind every update ----------------------------------------------------------------
 
 
 @dataclass
 class NonFiniteGuard:
-    """Decides whether an update is applied, and stops the run after too many skipped ones."""
+    """Counts skipped updates, and stops the run after too many in a row."""
 
     limit: int
     skipped: int = 0
     consecutive_skips: int = 0
 
-    def admits(self, loss: float, norm: float, scale: LossScale | None) -> bool:
-        """True if the update may go ahead; otherwise it is counted as skipped."""
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        searching = scale is not None and not scale.exhausted and math.isfinite(loss)
+    def admits(self, result: StepResult, scale: LossScale | None) -> bool:
+        """True if the update went ahead; otherwise it is counted as skipped."""
+        searching = scale is not None and not scale.exhausted and math.isfinite(result.loss)
         if scale is not None:
-            scale.update(overflowed=not finite)
-        if finite:
+            scale.update(overflowed=not result.finite)
+        if result.finite:
             self.consecutive_skips = 0
             return True
         self.skipped += 1

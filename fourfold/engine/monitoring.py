@@ -95,8 +95,14 @@ class Monitoring:
         self.reported_step = done_steps
         self.waited_before = comm_times.copy()
 
-    def end_step(self, outcome: StepOutcome) -> None:
-        """Close the step; at the end of a logging window, record it."""
+    def end_step(self, outcomes: Sequence[StepOutcome]) -> None:
+        """At the end of a step: take in the outcomes that are known by now."""
+        for outcome in outcomes:
+            self._take(outcome)
+        self.profiler.step()
+
+    def _take(self, outcome: StepOutcome) -> None:
+        """Count the step; at the end of a logging window, record it."""
         record = self.meter.end_step(outcome)
         if self.mesh.rank == 0:
             # The others print no line that would take these up.
@@ -105,7 +111,6 @@ class Monitoring:
             self.comparison.take(record)
         if record is not None:
             self.sinks.train(self._with_ranks(record) if self.mesh.size > 1 else record)
-        self.profiler.step()
 
     def compare(self, step: int) -> None:
         """At the end: predicted against measured; a collective."""

@@ -18,7 +18,7 @@ from fourfold.data.tokenizer_check import (
     tokenizer_of,
 )
 from fourfold.errors import DataError, UserError
-from fourfold.mesh import Layout
+from fourfold.mesh import Layout, is_cpu
 from fourfold.tokenizer import Tokenizer
 
 
@@ -161,6 +161,7 @@ class RunData:
             size=size,
             prefetch=dataset.prefetch,
             vocab_size=self.config.Model.vocab_size,
+            pin_memory=not is_cpu(self.config.Global.device),
         )
 
 

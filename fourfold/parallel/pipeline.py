@@ -9,7 +9,7 @@ forward only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +46,23 @@ class Stage(PipelineStage):
     """
 
     sharding: Sharding | None = None
+    dropout_seeds: Sequence[int] = ()  # of the micro-batches under way
     busy_seconds = 0.0
 
-    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: Arguments | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        # A number, where the other arguments are tensors: sharding would move those to the GPU, and
+        # the host, which seeds the generators, would wait for it to come back.
+        seed = {"dropout_seed": self.dropout_seeds[fwd_chunk_id]}
         with self._computing():
-            return super().forward_one_chunk(*given, **named)
+            return super().forward_one_chunk(
+                fwd_chunk_id, args, {**(kwargs or {}), **seed}, save_forward_output
+            )
 
     def backward_one_chunk(self, *given: Any, **named: Any) -> None:
         with self._computing():
@@ -161,21 +173,26 @@ class Pipeline:
             group=self.group,
         )
 
-    def step(self, tokens: Tensor, arguments: Arguments) -> Tensor:
+    def step(self, tokens: Tensor, arguments: Arguments, dropout_seeds: list[int]) -> Tensor:
         """Forward and backward of all micro-batches; returns the summed loss, zero if unknown.
 
-        Each argument has a row for every sample, or one for every micro-batch.
+        Each argument has a row for every sample, or one for every micro-batch; there is a seed for
+        every micro-batch.
         """
         start, busy_before = time.perf_counter(), self._busy_seconds()
         losses: list[Tensor] = []
         inputs = (tokens,) if 0 in self.parts else ()
         target = arguments["labels"] if self.num_stages - 1 in self.parts else None
-        schedule = self.schedule_of(len(arguments["dropout_seed"]))
+        for stage in self.stages:
+            stage.dropout_seeds = dropout_seeds
+        schedule = self.schedule_of(len(dropout_seeds))
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **arguments)
         # The time no stage computed in: empty places of the schedule, and transfers.
         busy = self._busy_seconds() - busy_before
         comm_times.bubble += time.perf_counter() - start - busy
-        return torch.stack(losses).sum() if losses else torch.zeros(())
+        if not losses:
+            return torch.zeros((), device=self.boundary.device)
+        return torch.stack(losses).sum()
 
     def _busy_seconds(self) -> float:
         return sum(stage.busy_seconds for stage in self.stages)

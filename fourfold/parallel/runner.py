@@ -92,7 +92,7 @@ class Runner:
 
     # -- training ---------------------------------------------------------------------------
 
-    def run(self, batch: Batch, step: int, loss_scale: float = 1.0) -> Tensor:
+    def run(self, batch: Batch, step: int, loss_scale: float | Tensor = 1.0) -> Tensor:
         """Forward and backward over all micro-batches of `step`; this rank's share of the loss."""
         for part in self.parts:
             part.train()
@@ -108,7 +108,7 @@ class Runner:
         self.reduce_gradients()
         return self._share(total) / loss_scale
 
-    def _run_micro_batches(self, batch: Batch, scale: float, seeds: list[int]) -> Tensor:
+    def _run_micro_batches(self, batch: Batch, scale: float | Tensor, seeds: list[int]) -> Tensor:
         model, total = self.parts[0], torch.zeros((), device=self.device)
         for micro, (tokens, arguments) in enumerate(self._micro_batches(batch)):
             if self.sharding is not None:
@@ -120,12 +120,12 @@ class Runner:
         return total
 
     def _run_pipeline(
-        self, pipeline: Pipeline, batch: Batch, scale: float, seeds: list[int]
+        self, pipeline: Pipeline, batch: Batch, scale: float | Tensor, seeds: list[int]
     ) -> Tensor:
         tokens, arguments = self._arguments(batch)
-        arguments["loss_scale"] = torch.full((len(seeds),), scale, device=self.device)
-        arguments["dropout_seed"] = torch.tensor(seeds)
-        return pipeline.step(tokens, arguments)
+        each = torch.ones(len(seeds), device=self.device)
+        arguments["loss_scale"] = each * scale
+        return pipeline.step(tokens, arguments, seeds)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -153,9 +153,11 @@ class Runner:
     @torch.no_grad()
     def sync_weights_from_masters(self) -> None:
         """Copy the fp32 masters to the low-precision weights, after an update or a load."""
-        for key, parameter in self.parameters.items():
-            if parameter is not self.masters[key]:
-                parameter.copy_(self.masters[key])
+        lowered = [key for key, one in self.parameters.items() if one is not self.masters[key]]
+        if lowered:
+            torch._foreach_copy_(
+                [self.parameters[key] for key in lowered], [self.masters[key] for key in lowered]
+            )
         self._drop_gathered()
 
     def shards_to_load(self) -> dict[str, Shard]:
@@ -192,7 +194,7 @@ class Runner:
         """This rank's share of the batch's mean loss, without dropout and without gradients."""
         for part in self.parts:
             part.eval()
-        scale = torch.tensor(1.0 / max(batch.global_valid_tokens, 1.0), device=self.device)
+        scale = torch.full((), 1.0 / max(batch.global_valid_tokens, 1.0), device=self.device)
         micro_batches = [
             (tokens, arguments | {"loss_scale": scale})
             for tokens, arguments in self._micro_batches(batch)
@@ -242,16 +244,13 @@ class Runner:
         """The keys of the weights that weight decay applies to."""
         return {key for key, one in self.shards.items() if self.table[one.name].weight_decay}
 
-    def squared_norm(self) -> float:
+    def squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of the gradients, each counted on one rank."""
-        return sum_of_squares(
-            shard.gradient
-            for shard in self.shards.values()
-            if shard.owns_norm and shard.gradient is not None
-        )
+        gradients = [one.gradient for one in self.shards.values() if one.owns_norm]
+        return sum_of_squares([one for one in gradients if one is not None], self.device)
 
 
-def sum_of_squares(tensors: Iterable[Tensor]) -> float:
+def sum_of_squares(tensors: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
     """Of all elements, accurate to fp32 whatever the sizes.
 
     Torch's norm on a CPU adds squares one by one in fp32, and loses a thousandth of a tensor of
@@ -264,6 +263,5 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
         for piece in (tensor.reshape(-1).split(NORM_PIECE) if tensor.is_cpu else [tensor])
     ]
     if not pieces:
-        return 0.0
-    norms = torch.stack(torch._foreach_norm(pieces))
-    return float(norms.double().square().sum())
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()

@@ -8,7 +8,7 @@ queued after it, so that a wait for old work is told from one that leaves the de
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +76,17 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         return 1.0
+
+
+@contextlib.contextmanager
+def no_inference_mode() -> Iterator[None]:
+    """Around the imports of what generates: its tensors take part in nothing that stands in."""
+    given: Any = torch.inference_mode
+    torch.inference_mode = torch.no_grad  # type: ignore
+    try:
+        yield
+    finally:
+        torch.inference_mode = given  # type: ignore[misc]
 
 
 def pretend() -> None:

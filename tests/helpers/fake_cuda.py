@@ -2,8 +2,8 @@
 
 Tensors have a device, a shape and a type but no numbers (`FakeTensorMode`), and the process group
 is torch's fake one. What a GPU would refuse, tensors of two devices in one operation, is refused;
-what would make the host wait for the GPU is answered with ones and counted, with the line that
-asked. Host tensors are real, as are files and logs.
+what would make the host wait for the GPU is answered with some number and counted, with the line
+that asked. Host tensors are real, as are files and logs.
 
 It needs a library loaded before torch, so it is a process of its own that takes requests
 (`Request`) and gives back what it saw (`Seen`), one JSON line each: see `FakeCuda`, its other end.
@@ -97,12 +97,10 @@ def serve(library: str) -> None:
     os.dup2(2, 1)  # what the package prints is not an answer
     import torch
 
-    # Fake tensors do not work in inference mode, in which the package's generation runs.
-    inference_mode, torch.inference_mode = torch.inference_mode, torch.no_grad  # type: ignore
     from helpers import cuda_stand_in
-    from helpers.fake_modes import answer
 
-    torch.inference_mode = inference_mode  # type: ignore[misc]
+    with cuda_stand_in.no_inference_mode():
+        from helpers.fake_modes import answer
     torch.set_num_threads(1)
     cuda_stand_in.pretend()
     for line in sys.stdin:

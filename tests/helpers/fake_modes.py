@@ -251,7 +251,7 @@ class Watch(TorchDispatchMode):
         if to_host and not isinstance(target, FakeTensor):
             # The host's memory is real and has no numbers to get.
             queue_copy(source, target, bool(kwargs.get("non_blocking", args[2:] == (True,))))
-            return target.fill_(1)
+            return target.zero_()
         copied = func(*args, **kwargs)
         if source.device.type != copied.device.type and copied.device.type != "meta":
             waits_not = kwargs.get("non_blocking", False) or args[2:] == (True,)

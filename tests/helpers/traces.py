@@ -135,9 +135,9 @@ def _run(config: Config, world: int) -> Trace:
         for step in range(start, STEPS):
             batch = engine.data.loaders["train"].batch(step)
             engine.step = step + 1
-            loss, norm, _ = engine._train_step(batch, meter, sinks, stop)
-            trace.losses.append(loss)
-            trace.norms.append(norm)
+            [outcome], _ = engine._train_step(batch, meter, sinks, stop)
+            trace.losses.append(outcome.loss)
+            trace.norms.append(outcome.grad_norm)
             if engine.step == SAVED_STEP and start == 0:
                 # An evaluation in between must leave nothing behind.
                 engine.runner.evaluate(engine.data.loaders["valid"].batch(1))

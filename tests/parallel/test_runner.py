@@ -143,11 +143,11 @@ def test_the_norm_of_a_large_tensor_is_that_of_its_shards() -> None:
     """An embedding of forty million elements, as one process and as each of eight ranks has it."""
     whole = torch.randn(5000, 8000, generator=torch.Generator().manual_seed(0))
     exact = float(whole.double().square().sum())
-    assert sum_of_squares([whole]) == pytest.approx(exact, rel=1e-6)
-    assert sum(sum_of_squares([shard]) for shard in whole.chunk(8)) == pytest.approx(
-        sum_of_squares([whole]), rel=1e-6
+    assert float(sum_of_squares([whole])) == pytest.approx(exact, rel=1e-6)
+    assert sum(float(sum_of_squares([shard])) for shard in whole.chunk(8)) == pytest.approx(
+        float(sum_of_squares([whole])), rel=1e-6
     )
-    assert sum_of_squares([whole[:0]]) == 0.0
+    assert float(sum_of_squares([whole[:0]])) == 0.0
 
 
 def run_static(tmp_path, granularity: str | None) -> tuple[float, torch.Tensor]:

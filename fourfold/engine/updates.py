@@ -1,0 +1,176 @@
+"""The end of a step: what all ranks agree on, the update, and when the host learns of it.
+
+Loss, norm of the gradient and requests to stop are summed over all ranks in one message; an update
+with a loss or norm that is not finite is skipped.
+
+`HostUpdates` decides on the host, where the numbers of a CPU are anyway. On a GPU that would empty
+its queue in every step: the host would wait for the backward pass, and the GPU then for the host.
+So `DeviceUpdates` leaves the decision to the GPU, and reads what came of a step when the next one
+has been queued: results are then known one step late, as the results of the step they belong to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fourfold.optim import LossScale, Optimizer
+from fourfold.parallel import Runner
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one step, the same on all ranks."""
+
+    step: int
+    loss: float
+    norm: float  # of the gradient, after unscaling
+    loss_scale: float
+    stops: bool  # whether any rank was asked to stop
+
+    @property
+    def finite(self) -> bool:
+        """Whether the update was applied."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class Updates(Protocol):
+    def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
+        """What to multiply the next step's loss with."""
+
+    def apply(
+        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+    ) -> None:
+        """Update the weights with the gradients of `step`, and clear these.
+
+        `share` is this rank's of the loss; `asked`, whether it was asked to stop.
+        """
+
+    def results(self, *, of_all: bool = False) -> list[StepResult]:
+        """Of the steps that are known by now; `of_all` waits for those that are not."""
+
+
+def updates_of(runner: Runner, optimizer: Optimizer) -> Updates:
+    """On the device of what is updated; offloaded to the host, that is the host's."""
+    if all(parameter.is_cuda for parameter in runner.masters.values()):
+        return DeviceUpdates(runner, optimizer)
+    return HostUpdates(runner, optimizer)
+
+
+class HostUpdates:
+    """Everything is known when the update begins."""
+
+    def __init__(self, runner: Runner, optimizer: Optimizer) -> None:
+        self.runner = runner
+        self.optimizer = optimizer
+        self.known: list[StepResult] = []
+
+    def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
+        return loss_scale.value if loss_scale else 1.0
+
+    def apply(
+        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+    ) -> None:
+        scale = float(scale)
+        squares = float(self.runner.squared_norm())
+        loss, squares, stops = self.runner.mesh.all_reduce(float(share), squares, asked)
+        norm = math.sqrt(squares) / scale
+        result = StepResult(step, loss, norm, scale, stops > 0)
+        if result.finite:
+            self.optimizer.update(learning_rate, norm, scale)
+            self.runner.sync_weights_from_masters()
+        self.optimizer.zero_grad()
+        self.known.append(result)
+
+    def results(self, *, of_all: bool = False) -> list[StepResult]:
+        known, self.known = self.known, []
+        return known
+
+
+class DeviceUpdates:
+    """Nothing is waited for but the results of the step before, behind which a step is queued."""
+
+    def __init__(self, runner: Runner, optimizer: Optimizer) -> None:
+        self.runner = runner
+        self.optimizer = optimizer
+        self.loss_scale: DeviceLossScale | None = None
+        self.unread: deque[Unread] = deque()
+        # Two are under way at most; the copy to pinned memory does not make the host wait.
+        self.messages = [torch.empty(4, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+
+    def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
+        if loss_scale is None:
+            return 1.0
+        if self.loss_scale is None:
+            # From here on it has a life of its own on the device; the host's follows a step later.
+            self.loss_scale = DeviceLossScale(loss_scale, self.runner.device)
+        return self.loss_scale.value
+
+    @torch.no_grad()
+    def apply(
+        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+    ) -> None:
+        # Filled, not copied: a copy from the host would be waited for.
+        stops = share.new_full((), float(asked), dtype=torch.float64)
+        agreed = torch.stack([share.double(), self.runner.squared_norm(), stops])
+        self.runner.mesh.all_reduce_(agreed)
+        loss, squares, stops = agreed.unbind()
+        norm = squares.sqrt() / scale
+        overflowed = ~(loss.isfinite() & norm.isfinite())
+        self.optimizer.update(learning_rate, norm, scale, found_inf=overflowed.float())
+        self.runner.sync_weights_from_masters()
+        self.optimizer.zero_grad()
+        used = scale if isinstance(scale, Tensor) else torch.full_like(loss, scale)
+        self._send(step, torch.stack([loss, norm, used, stops]))
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed)
+
+    def _send(self, step: int, result: Tensor) -> None:
+        message = self.messages[step % 2].copy_(result, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self.unread.append(Unread(step, message, arrived))
+
+    def results(self, *, of_all: bool = False) -> list[StepResult]:
+        known = []
+        while len(self.unread) > (0 if of_all else 1):
+            result = self.unread.popleft().read()
+            if not result.finite:
+                self.optimizer.updates -= 1  # counted before it was known
+            known.append(result)
+        return known
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The result of a step on its way to the host."""
+
+    step: int
+    message: Tensor  # loss, norm, loss scale, requests to stop
+    arrived: torch.cuda.Event
+
+    def read(self) -> StepResult:
+        self.arrived.synchronize()
+        loss, norm, scale, stops = self.message.tolist()
+        return StepResult(self.step, loss, norm, scale, stops > 0)
+
+
+class DeviceLossScale:
+    """`LossScale` on the device, by the same rule."""
+
+    def __init__(self, start: LossScale, device: torch.device) -> None:
+        self.value = torch.full((), start.value, dtype=torch.float64, device=device)
+        self.good_steps = torch.full_like(self.value, start.good_steps)
+
+    def update(self, overflowed: Tensor) -> None:
+        good = self.good_steps + 1
+        grows = good == LossScale.GROWTH_INTERVAL
+        halved = (self.value / 2).clamp(min=LossScale.SMALLEST)
+        doubled = torch.where(grows, self.value * 2, self.value)
+        self.value = torch.where(overflowed, halved, doubled)
+        self.good_steps = torch.where(overflowed | grows, torch.zeros_like(good), good)
