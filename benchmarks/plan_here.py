@@ -17,21 +17,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import torch
 from parallel_memory import run_step
 from parallel_ranks import Desk, Ranks, say, table
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fourfold.accept.trials import LiveBytes
 from fourfold.config import Config
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.engine import build_engine
@@ -41,7 +36,6 @@ from fourfold.plan import Candidate, candidate_of, plan
 from fourfold.plan.cluster import Cluster, load_cluster
 from fourfold.plan.machine import load_coefficients
 from fourfold.processors import num_processors
-from fourfold.shards import is_sharded
 
 BATCH, LENGTH, VOCABULARY = 16, 256, 8192
 MODEL = [
@@ -160,42 +154,13 @@ def measure(cases: dict[str, Case], rounds: int) -> None:
 
 def steps(config: Config, world: int) -> Iterator[float]:
     """A step a turn; the first one gives the most bytes of tensors that were alive at once."""
-    with Alive() as alive:
+    with LiveBytes() as alive:
         engine = build_engine(config, world)
         run_step(engine, 0)
     yield alive.most
     for step in count(1):
         run_step(engine, step)
         yield 0.0
-
-
-class Alive(TorchDispatchMode):
-    """Counts the memory behind all tensors made while it is active, each piece once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(given):
-            # A sharded tensor's piece is seen on its own.
-            if isinstance(tensor, Tensor) and not is_sharded(tensor) and not tensor.is_meta:
-                self._see(tensor.untyped_storage())
-        self.most = max(self.most, self.now)
-        return given
-
-    def _see(self, memory: torch.UntypedStorage) -> None:
-        if memory._cdata in self.seen:
-            return
-        self.seen.add(memory._cdata)
-        self.now += memory.nbytes()
-        weakref.finalize(memory, self._forget, memory._cdata, memory.nbytes())
-
-    def _forget(self, which: int, size: int) -> None:
-        self.seen.discard(which)
-        self.now -= size
 
 
 def report(cases: dict[str, Case]) -> None:

@@ -22,6 +22,7 @@ TOOLS: dict[str, set[str]] = {
     "convert": set(),
     "launch": set(),
     "plan": set(),
+    "accept": {"launch", "plan"},
     "generate": {"convert"},
     "evaluate": {"generate"},
     "serve": {"generate", "evaluate"},

@@ -31,6 +31,7 @@ VERBS = {
     "layout": "layout",
     "plan": "plan",
     "doctor": "plan",
+    "accept": "accept",
     "quickstart": "quickstart",
     "data": "data",
     "checkpoint": "checkpoint",

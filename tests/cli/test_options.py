@@ -55,6 +55,7 @@ SERVE, LAYOUT = "serve -c run.yaml", "layout -c short.yaml"
 CALIBRATE = "plan -c steps.yaml --cluster A100 --calibrate steps"
 DRY_RUN = "plan --dry-run -c short.yaml"
 DOCTOR = "doctor --seconds 0.05"
+ACCEPT = "accept --quick --device cpu --nproc 1 --only memory"
 QUICKSTART = "quickstart -c short.yaml --max-mb 0.05 -o Engine.max_steps=1"
 PREPARE = "data prepare -i texts.jsonl --output-prefix new --tokenizer tokenizer.json --workers 1"
 LEARN = "data train-tokenizer -i texts.jsonl --output new.json --vocab-size 280"
@@ -170,6 +171,13 @@ ROWS: dict[str, Row] = {
     "plan --world": Row(DRY_RUN, "... --world 2", "rank 0 of 2"),
     "plan --self-test": Row("plan", "... --self-test", "met  ", slow=True),
     "plan --rows": Row("plan --rows none.csv", "... --self-test", "none.csv: cannot be read"),
+    # accept
+    "accept --output": Row(ACCEPT, "... --output told", "told/acceptance.html"),
+    "accept --quick": Row(ACCEPT.replace(" --quick", ""), ACCEPT, "rows that --quick"),
+    "accept --devices": Row(ACCEPT, "... --devices 2", r"accepting 2 process"),
+    "accept --device": Row(ACCEPT, "... --device gpu", REFUSED + "no GPU"),
+    "accept --only": Row(ACCEPT, "... --only groups", REFUSED + "'groups' is not one of"),
+    "accept --keep": Row(ACCEPT, "... --keep", "the trial runs are in"),
     # doctor
     "doctor --nproc": Row(DOCTOR, "... --nproc 2", "all-reduce over 2", slow=True),
     "doctor --out": Row(DOCTOR, "... --out other.yaml", "written: other.yaml", slow=True),
