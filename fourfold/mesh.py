@@ -10,7 +10,6 @@ whoever is missing as long as it makes progress.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import time
 import zlib
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fourfold import heartbeat
 from fourfold.comm_timer import timed_comm
+from fourfold.device import environment_int
 from fourfold.errors import RunError, UserError
 
 AXES = ("dp", "pp", "sharding", "mp")
@@ -96,81 +96,7 @@ class Layout:
 
 def world_size() -> int:
     """How many processes the launcher started; torchrun and its like set WORLD_SIZE."""
-    return _environment_int("WORLD_SIZE", 1)
-
-
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(
-            f"the environment variable {name}={text!r} is not a whole number; unset it or "
-            "start through a launcher that sets it"
-        ) from None
-
-
-def select_device(wanted: str) -> torch.device:
-    """`auto` takes a GPU when there is one; `gpu` and `cuda` insist on it."""
-    if is_cpu(wanted):
-        spare_missing_matrix_units()
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError(
-            f"Global.device={wanted} but this machine has no usable GPU; "
-            "set Global.device to auto or cpu"
-        )
-    device = torch.device("cuda", _device_index(torch.cuda.device_count()))
-    torch.cuda.set_device(device)
-    # DeviceMesh would choose by LOCAL_RANK itself if it found CUDA unused.
-    torch.cuda.init()
-    return device
-
-
-@cache
-def spare_missing_matrix_units() -> bool:
-    """Keep torch from instructions that the processor announces but does not have.
-
-    Some virtual machines announce AMX and kill a process that uses it, as low-precision products
-    do. Tried once, in a separate process, before oneDNN is initialised; returns whether it was so.
-    """
-    if not hasattr(os, "fork") or not torch.cpu._is_amx_tile_supported():
-        return False
-    pid = os.fork()
-    if pid == 0:
-        faulthandler.disable()  # its end is the answer, and no news
-        try:
-            ones = torch.ones(64, 64, dtype=torch.bfloat16)
-            (ones @ ones).sum().item()
-        finally:
-            os._exit(0)
-    missing = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-    if missing:
-        # Read before the first product, here and in every process started here.
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    return missing
-
-
-def is_cpu(wanted: str) -> bool:
-    """Whether `Global.device` means the CPU, here."""
-    return wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available())
-
-
-def _device_index(visible: int) -> int:
-    """The index of this process's GPU among those it can see."""
-    local_rank = _environment_int("LOCAL_RANK", 0)
-    if local_rank < visible:
-        return local_rank
-    # Our launcher and torchrun show every process the same GPUs. Others may show each only its own
-    # (srun --gpus-per-task=1); that no two are the same is checked when they meet.
-    shows_all = "FOURFOLD_STORE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if visible == 1 and not shows_all:
-        return 0
-    raise UserError(
-        f"process {local_rank + 1} of this machine finds {visible} GPU(s), and each process needs "
-        "one of its own; start fewer processes, make more GPUs visible to them, or set "
-        "Global.device=cpu"
-    )
+    return environment_int("WORLD_SIZE", 1)
 
 
 def _gpu_identity(device: torch.device) -> int:
@@ -182,7 +108,7 @@ def _gpu_identity(device: torch.device) -> int:
 
 def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0) -> Mesh:
     """Join the other processes of the run; `Mesh.close` leaves them again."""
-    rank = _environment_int("RANK", 0)
+    rank = environment_int("RANK", 0)
     if layout.world_size == 1:
         return Mesh(layout)
     # The host's own messages go through gloo; a GPU's tensors through nccl.

@@ -13,7 +13,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes
 import torch.profiler
 
-from fourfold.mesh import spare_missing_matrix_units
+from fourfold.device import spare_missing_matrix_units
 from fourfold.model import GPT, ModelShape, initialize
 
 torch.set_num_threads(1)

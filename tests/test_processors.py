@@ -53,7 +53,7 @@ def test_processors_are_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_low_precision_products_run_wherever_they_are_announced() -> None:
     """In a process that has not computed yet, as a command is."""
     code = (
-        "import torch; from fourfold.mesh import spare_missing_matrix_units as spare; "
+        "import torch; from fourfold.device import spare_missing_matrix_units as spare; "
         "spare(); ones = torch.ones(64, 64, dtype=torch.bfloat16); assert (ones @ ones).sum() > 0"
     )
     clean = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}

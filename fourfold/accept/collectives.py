@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fourfold.mesh import AXES, Layout, Mesh, connect, select_device
+from fourfold.device import select_device
+from fourfold.mesh import AXES, Layout, Mesh, connect
 
 SIZES = (1, 1000, 262_144)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

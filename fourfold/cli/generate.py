@@ -86,9 +86,10 @@ def _generate_in_processes(config: Config, prompts: list[str], nproc: int) -> in
 
 def _as_rank(config: Config, prompts: list[str], size: int) -> Callable[[], None]:
     """What each of `size` ranks does, with all that it needs imported; rank 0 prints."""
+    from fourfold.device import select_device
     from fourfold.generate.distributed import free_of_training
     from fourfold.generate.module import GenerationModule
-    from fourfold.mesh import connect, select_device
+    from fourfold.mesh import connect
     from fourfold.parallel import layout_of, preload
 
     free_of_training(config)

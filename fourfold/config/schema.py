@@ -154,6 +154,18 @@ class EngineSection(Section):
     graph_mode: Literal["dynamic", "static"] = key(
         "dynamic", "dynamic runs the model eagerly, static compiles it with torch.compile."
     )
+    matmul_precision: Literal["highest", "high", "medium"] = key(
+        "highest",
+        "How exactly matrix products of float32 are computed, in torch's words: highest in "
+        "float32, high in TensorFloat-32 where the device has it (an A100: 156 TFLOP/s instead of "
+        "19.5, with 10 bits of mantissa), medium in bfloat16.",
+    )
+    deterministic: bool = key(
+        False,
+        "Only kernels that give the same bits every time, so that a resumed run equals the "
+        "straight one to the bit on GPUs too, as it always does on a CPU; slower, above all the "
+        "backward pass of attention.",
+    )
     max_skipped_steps: Count = key(
         10,
         "An update with a non-finite loss or gradient is skipped; after this many in a row the "

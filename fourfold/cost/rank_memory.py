@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from fourfold.config import Config
 from fourfold.cost.memory import memory_of
 from fourfold.cost.workload import MOMENT_BYTES, Network, software_of, spread_of
-from fourfold.mesh import Layout, is_cpu
+from fourfold.device import is_cpu
+from fourfold.mesh import Layout
 from fourfold.model import ModelShape, table_of
 from fourfold.model.params import Param, split_range
 from fourfold.parallel import layout_of

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from fourfold import heartbeat
 from fourfold.config import Config
+from fourfold.device import select_device, set_numerics
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
 from fourfold.engine.run_data import open_run_data
-from fourfold.mesh import Mesh, connect, select_device
+from fourfold.mesh import Mesh, connect
 from fourfold.optim import build_optimizer
 from fourfold.parallel import layout_of, parallelize
 
@@ -36,6 +37,7 @@ def build_engine(
     heartbeat.beat(0, "start")
     layout = layout_of(config)
     layout.check(world_size)
+    set_numerics(config.Engine.matmul_precision, config.Engine.deterministic)
     device = select_device(config.Global.device)
     mesh = connect(layout, device, config.Distributed.timeout_seconds)
     # Rank 0 makes the index caches, the others then find them.

@@ -17,8 +17,9 @@ from fourfold.data.tokenizer_check import (
     find_tokenizer,
     tokenizer_of,
 )
+from fourfold.device import is_cpu
 from fourfold.errors import DataError, UserError
-from fourfold.mesh import Layout, is_cpu
+from fourfold.mesh import Layout
 from fourfold.tokenizer import Tokenizer
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fourfold import checkpoint
 from fourfold.checkpoint import RankGroup
 from fourfold.config import Config
+from fourfold.device import select_device
 from fourfold.errors import UserError
 from fourfold.generate.decoder import Decoder
 from fourfold.generate.loading import (
@@ -28,7 +29,7 @@ from fourfold.generate.loading import (
     tokenizer_of_foreign,
     tokenizer_of_run,
 )
-from fourfold.mesh import Mesh, select_device
+from fourfold.mesh import Mesh
 from fourfold.model.gpt import Attend
 from fourfold.parallel import Runner, parallelize
 from fourfold.tokenizer import Tokenizer

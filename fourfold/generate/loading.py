@@ -17,8 +17,8 @@ from fourfold.config import Config
 from fourfold.convert import ForeignModel, load_foreign, open_weights
 from fourfold.data.splits import open_splits
 from fourfold.data.tokenizer_check import find_tokenizer
+from fourfold.device import select_device
 from fourfold.errors import DataError, UserError
-from fourfold.mesh import select_device
 from fourfold.model import GPT, ModelShape, network_of
 from fourfold.tokenizer import GPT2, Tokenizer
 

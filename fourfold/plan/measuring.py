@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fourfold.device import spare_missing_matrix_units
 from fourfold.errors import UserError
-from fourfold.mesh import spare_missing_matrix_units
 from fourfold.model import GPT, ModelShape
 from fourfold.model.gpt import Block
 from fourfold.model.init import initialize

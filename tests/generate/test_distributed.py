@@ -13,10 +13,11 @@ from helpers.tiny_text_run import TextRun, make_run
 
 from fourfold.config import load_config
 from fourfold.convert import convert
+from fourfold.device import select_device
 from fourfold.generate import Decoder
 from fourfold.generate.distributed import DistributedDecoder
 from fourfold.generate.module import GenerationModule
-from fourfold.mesh import connect, select_device
+from fourfold.mesh import connect
 from fourfold.parallel import layout_of
 
 MICRO = "Data.batch_size.micro_batch_size=1"

@@ -11,7 +11,8 @@ from fourfold.config import Config
 from fourfold.cost.memory import memory_of
 from fourfold.cost.rank_memory import RankMemory
 from fourfold.cost.workload import Network, software_of, spread_of
-from fourfold.mesh import fake_mesh, is_cpu
+from fourfold.device import is_cpu
+from fourfold.mesh import fake_mesh
 from fourfold.model import GPT, ModelShape
 from fourfold.parallel import Runner, layout_of, parallelize
 from fourfold.shards import local

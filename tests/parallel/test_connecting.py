@@ -11,8 +11,9 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 
 from fourfold import heartbeat, mesh
+from fourfold.device import select_device
 from fourfold.errors import RunError, UserError
-from fourfold.mesh import Layout, connect, select_device
+from fourfold.mesh import Layout, connect
 
 CPU = torch.device("cpu")
 

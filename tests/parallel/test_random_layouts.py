@@ -28,9 +28,10 @@ from helpers.ranks import on_ranks
 from helpers.tiny_text_run import sentences
 from helpers.traces import SAVED_STEP, Workshop, deviation, relative, whole
 
+from fourfold.device import select_device
 from fourfold.errors import UserError
 from fourfold.generate.module import GenerationModule
-from fourfold.mesh import connect, select_device
+from fourfold.mesh import connect
 from fourfold.parallel import layout_of
 from fourfold.tokenizer import train
 
