@@ -174,7 +174,10 @@ class Acceptance:
             for what, key in (("losses", "loss"), ("norms", "grad_norm"))
         }
         try:
-            figures["tensors"] = self.ground.difference(reference.checkpoint(), ran.checkpoint())
+            # In low precision the gradient of what is nearly zero is rounding, and nothing else.
+            figures["tensors"] = self.ground.difference(
+                reference.checkpoint(), ran.checkpoint(), moments=bounds != LOW_BOUNDS
+            )
         except TrialError as error:
             return Check(name, "failed", str(error), dict(figures))
         held = (bounds[0], bounds[0], bounds[1])

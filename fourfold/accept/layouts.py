@@ -110,7 +110,7 @@ ABOUT = {
     "three sizes and three number formats.",
     "equivalence": f"{STEPS} steps of a small GPT in each layout against a single process on the "
     "same kind of device: the largest relative differences of losses, of gradient norms, and of "
-    "all weights and moments in the last checkpoint.",
+    "all weights and moments in the last checkpoint (in bfloat16 of weights alone).",
     "resuming": "Runs that were interrupted against runs that were not. In the same layout, on a "
     "processor, the difference must be zero.",
     "speed": "Seconds a step against what `fourfold plan` predicts from this machine as `fourfold "

@@ -189,10 +189,10 @@ class Ground:
             raise TrialError(without_paths("\n".join(said)))
         return [json.loads((answers / str(rank)).read_text()) for rank in range(world)]
 
-    def difference(self, one: Path, other: Path) -> float:
+    def difference(self, one: Path, other: Path, *, moments: bool = True) -> float:
         """The largest between the tensors of two checkpoints, relative to the largest value of
-        each; 0 only where all bits are equal."""
-        return float(self.ask(1, lambda: _difference(one, other))[0])
+        each; 0 only where all bits are equal. Moments are compared too, unless they are noise."""
+        return float(self.ask(1, lambda: _difference(one, other, moments))[0])
 
 
 class TrialError(Exception):
@@ -209,14 +209,15 @@ def without_paths(said: str) -> str:
     return " / ".join(lines[-3:])[-400:]
 
 
-def _difference(one: Path, other: Path) -> float:
+def _difference(one: Path, other: Path, moments: bool) -> float:
     names, theirs = checkpoint.tensor_names(one), checkpoint.tensor_names(other)
     if names != theirs:
         return float("inf")
+    names = {name: which for name, which in names.items() if moments or _kind(name) == "model"}
     held = []
     for directory in (one, other):
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in names.items()}
-        checkpoint.load(directory, tensors)
+        checkpoint.load(directory, tensors, "" if moments else "model.")
         held.append(tensors)
     kinds = {name: _kind(name) for name in names}
     scales = dict.fromkeys(kinds.values(), 0.0)

@@ -245,6 +245,14 @@ def _resolve_model(config: Config, findings: ConfigFindings) -> None:
     if model.ffn_hidden_size is None:
         model.ffn_hidden_size = 4 * model.hidden_size
     _resolve_recompute(model, findings)
+    whole = model.use_recompute and model.recompute_granularity in ("full", "ops")
+    if model.offload_activations and whole and model.recompute_method == "uniform":
+        findings.notice(
+            "Model.offload_activations has no effect where all layers are recomputed; turn "
+            "Model.use_recompute off, or recompute some with Model.recompute_method=block",
+            "Model.offload_activations",
+        )
+        model.offload_activations = False
     if model.sequence_parallel and config.Distributed.mp_degree == 1:
         findings.notice(
             "Model.sequence_parallel has no effect with Distributed.mp_degree=1",

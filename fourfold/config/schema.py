@@ -372,6 +372,12 @@ class ModelSection(Section):
         "With granularity ops, what is kept and not recomputed: matrix products, what fused "
         "attention gives, or both. Norms, GELU and dropout are recomputed.",
     )
+    offload_activations: bool = key(
+        False,
+        "On a GPU, keep what the layers hold for the backward pass in pinned host memory, and copy "
+        "it back when it is needed: memory of one or two layers instead of all, for the time of "
+        "the copies. Layers that are recomputed as a whole keep their input on the device.",
+    )
     fused_linear: bool = key(
         True, "Compute each matrix product and its bias addition in one operation. Same numbers."
     )

@@ -255,6 +255,13 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
     size = np.where(block, np.minimum(again, 1), np.minimum(spread.recompute_layers, again))
     working = np.maximum(size * kept["none"] - np.minimum(pieces, 1) * per_piece, 0.0)
     held = (layers - again) * kept["none"] + pieces * per_piece
+    # Offloaded, all but the inputs of what is recomputed as a whole; a layer's is on its way while
+    # the next one's is made.
+    whole = np.isin(mode, ("full", "ops"))
+    stays = np.where(whole, pieces * per_piece, 0.0)
+    gone = np.where(software.offloads, held - stays, 0.0)
+    held = held - gone
+    working = working + np.where(gone > 0, 2 * kept["none"], 0.0)
     flight = micro_batches_in_flight(spread, stage)
     tokens = spread.micro_batch * network.seq / spread.context
     split = np.where(spread.sequence_parallel, spread.mp, 1)

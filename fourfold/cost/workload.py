@@ -131,6 +131,7 @@ class Software:
     residual_bytes: Numbers = 2  # per number of the residual stream
     norm_bytes: Numbers = 2  # per number a norm keeps of its input
     wide_norms: Numbers = False  # norms have fp32 weights, which are their own masters
+    offloads: Numbers = False  # what layers keep for their backward pass is in host memory
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
     flash: Numbers = True  # attention never holds the table of scores
     attention_rate: Numbers = 1.0  # of fused attention over the first FlashAttention's
@@ -201,6 +202,7 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         residual_bytes=2 if masters else 4,
         norm_bytes=4,
         wide_norms=masters,
+        offloads=model.offload_activations and not on_cpu,
         stops_early=True,
         # On a CPU torch has no flash attention with dropout.
         flash=not (on_cpu and model.attention_probs_dropout_prob > 0),

@@ -29,6 +29,7 @@ from fourfold.parallel.precision import (
     slow_dtype_notice,
     unmet_list_entries,
 )
+from fourfold.parallel.recompute import needless_offload_notice
 from fourfold.signals import StopRequest
 
 
@@ -253,6 +254,7 @@ class Engine:
         slow = [
             slow_dtype_notice(precision.dtype, self.device),
             slow_attention_notice(dropout, self.device),
+            needless_offload_notice(config.Model.offload_activations, self.device),
         ]
         self.notices += filter(None, slow)
         if self.mesh.rank == 0:

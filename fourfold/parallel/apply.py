@@ -17,7 +17,12 @@ from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ModelShape, network_of
 from fourfold.model.gpt import CoreAttention
 from fourfold.parallel.precision import Precision
-from fourfold.parallel.recompute import Recompute, apply_recompute
+from fourfold.parallel.recompute import (
+    HostCopies,
+    Recompute,
+    apply_offload,
+    apply_recompute,
+)
 from fourfold.parallel.runner import Runner
 from fourfold.parallel.stages import stages_here
 
@@ -77,6 +82,8 @@ def build_on_meta(config: Config, mesh: Mesh, device: torch.device) -> MetaParts
             compile_layers(part)
         if recompute := Recompute.of(model):
             apply_recompute(part, recompute, mp_degree=layout.mp)
+        if model.offload_activations and device.type == "cuda":
+            apply_offload(part, HostCopies(device))
         precision.apply_autocast(part, device)
         if sharding is not None:
             sharding.apply(part)

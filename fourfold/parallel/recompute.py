@@ -1,4 +1,4 @@
-"""Recomputation (activation checkpointing): what of a layer is made again in the backward pass.
+"""Activations that are not kept on the device: recomputed (activation checkpointing), or offloaded.
 
 | granularity | kept of a layer                                    | made again           |
 |-------------|----------------------------------------------------|----------------------|
@@ -11,6 +11,9 @@
 do; `block` recomputes the first so many layers of a stage and leaves the rest as they are. The
 numbers are those of a run that keeps everything, to the bit: the state of the generator is kept and
 restored, so a repeated dropout drops the same numbers.
+
+Offloading copies what layers keep to host memory, and back when the backward pass comes to it. Of
+what is recomputed there is nothing to copy but where only attention is.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -146,3 +150,96 @@ def _keep_operations(model: GPT, number: str, keep: Sequence[str], mp_degree: in
     layer.forward = _recomputed(
         layer.forward, context_fn=lambda: create_selective_checkpoint_contexts(policy)
     )
+
+
+# -- host memory ----------------------------------------------------------------------------------
+
+# Copying less takes longer to ask for than to do: statistics of norms, sums of attention.
+SMALLEST_COPY_BYTES = 1 << 16
+
+
+def apply_offload(model: GPT, copies: HostCopies) -> None:
+    """Keep in host memory what the layers would keep for their backward pass."""
+    for layer in model.layers.values():
+        layer.forward = _offloaded(layer, layer.forward, copies)
+
+
+def _offloaded(
+    layer: nn.Module, forward: Callable[..., Any], copies: HostCopies
+) -> Callable[..., Any]:
+    def offloaded(x: Tensor, mask: Tensor | None = None, *given: Any) -> Any:
+        # Weights stay, and so does a mask, which all layers have in common.
+        staying = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+        shapes = {tuple(p.shape) for p in layer.parameters()}  # of casts of weights
+        shapes |= {shape[::-1] for shape in shapes}
+        if mask is not None:
+            staying.add(mask.untyped_storage().data_ptr())
+
+        def pack(tensor: Tensor) -> Tensor | HostCopy:
+            size = tensor.numel() * tensor.itemsize
+            stays = tensor.untyped_storage().data_ptr() in staying or tuple(tensor.shape) in shapes
+            return tensor if stays or size < copies.smallest else copies.take(tensor)
+
+        with saved_tensors_hooks(pack, _unpack):
+            return forward(x, mask, *given)
+
+    return offloaded
+
+
+def _unpack(kept: Tensor | HostCopy) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.back()
+
+
+class HostCopies:
+    """Copies to host memory and back, on a GPU by a stream of their own, beside the computing.
+
+    The host's memory is pinned there, as copies that nobody waits for need it to be.
+    """
+
+    def __init__(self, device: torch.device, smallest: int = SMALLEST_COPY_BYTES) -> None:
+        self.device = device
+        self.smallest = smallest
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def take(self, tensor: Tensor) -> HostCopy:
+        if not tensor.is_cuda:
+            return HostCopy(tensor.clone(), self, tensor.device)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+        # Its memory is not given to another before the copy is made.
+        tensor.record_stream(self.stream)
+        return HostCopy(host, self, tensor.device)
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """What was on `device`, in host memory."""
+
+    host: Tensor
+    copies: HostCopies
+    device: torch.device
+
+    def back(self) -> Tensor:
+        if self.device.type != "cuda":
+            return self.host
+        stream, computing = self.copies.stream, torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(stream):
+            tensor = self.host.to(self.device, non_blocking=True)
+        computing.wait_stream(stream)
+        tensor.record_stream(computing)
+        return tensor
+
+
+def needless_offload_notice(offloads: bool, device: torch.device) -> str | None:
+    """On a CPU what a layer keeps is in host memory already."""
+    if not offloads or device.type != "cpu":
+        return None
+    return "Model.offload_activations has no effect on a CPU, whose memory is the host's"

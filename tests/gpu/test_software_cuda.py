@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.forked import fourfold
 from helpers.layout_runs import Runs, different, losses, records, tensors
-from helpers.layout_table import CASES, Case, recompute
+from helpers.layout_table import CASES, Case, micro, recompute
 from helpers.native import library
 from helpers.software_cuda import command
 from helpers.tiny_text_run import make_run, sentences
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 GPU = "Global.device=gpu"
 STEPS = "Engine.max_steps=5"
+OFFLOAD = "Model.offload_activations=True"
 LAYOUTS = [
     *(Case(layout) for layout in ("dp1", "dp2", "dp4", "mp2", "mp2 sp", "sh2", "sh2 stage2")),
     *(Case(layout) for layout in ("sh2 stage3", "sh2 stage3 offload", "dp2 sh2 stage3", "pp2")),
@@ -32,6 +33,7 @@ LAYOUTS = [
     *(Case(layout) for layout in ("sh2 stage3 mp2 sp", "pp2 sh2 stage3 mp2 sp")),
     Case("dp2", extras=("Fused.tensor_fusion=True",)),
     Case("sh2 stage3 mp2", extras=recompute("full")),
+    Case("sh2 stage3 mp2 sp", ("Model.hidden_size=256",), extras=(*micro(4), OFFLOAD)),
     *(case for case in CASES if case.settings and case.world == 2),
     *(case for case in CASES if case.level and case.world < 8),
 ]

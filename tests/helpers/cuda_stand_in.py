@@ -108,6 +108,7 @@ def pretend() -> None:
     cuda.current_stream = cuda.default_stream = lambda *device: Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.set_stream = lambda stream: None
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
     cuda.get_rng_state = lambda *device: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *device: None

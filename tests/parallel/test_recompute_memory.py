@@ -13,7 +13,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from fourfold.cost.memory import memory_of
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.parallel.recompute import Recompute, apply_recompute
+from fourfold.parallel.recompute import (
+    HostCopies,
+    HostCopy,
+    Recompute,
+    apply_offload,
+    apply_recompute,
+)
 
 BATCH, LENGTH = 4, 128
 
@@ -107,3 +113,65 @@ def test_peak_memory_follows_the_granularity() -> None:
     peaks = [measured(mode, 8, dropout=0.1)[1] for mode in (*modes, None)]
     print(", ".join(f"{peak:,}" for peak in peaks))
     assert peaks == sorted(peaks) and len(set(peaks)) == 5
+
+
+# -- host memory ----------------------------------------------------------------------------------
+
+
+class Counted(HostCopies):
+    """Copies of everything but weights, even of what is on a CPU already."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), smallest=0)
+        self.bytes_ = 0
+
+    def take(self, tensor: torch.Tensor) -> HostCopy:
+        self.bytes_ += tensor.numel() * tensor.itemsize
+        return super().take(tensor)
+
+
+def gradients_of(model: GPT) -> list[torch.Tensor]:
+    tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 64
+    documents = torch.arange(LENGTH).repeat(BATCH, 1) // 50
+    model(tokens, tokens, document_ids=documents, dropout_seed=3).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("recompute", [None, Recompute("core_attn"), Recompute("full", "block", 1)])
+def test_offloading_changes_no_bit(recompute: Recompute | None) -> None:
+    found = []
+    for offloads in (False, True):
+        model, copies = GPT(shape_of(3, 0.1)), Counted()
+        initialize(model, seed=0)
+        if recompute:
+            apply_recompute(model, recompute)
+        if offloads:
+            apply_offload(model, copies)
+        found.append(gradients_of(model))
+        assert bool(copies.bytes_) is offloads
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_is_copied_is_what_the_layers_would_keep() -> None:
+    """Attention's result is copied twice, for its own backward pass and for the product's."""
+    model, copies = GPT(shape_of(4, 0.0)), Counted()
+    initialize(model, seed=0)
+    apply_offload(model, copies)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    model(tokens, tokens)
+    priced_bytes = priced(None, 5, 0.0) - priced(None, 1, 0.0)
+    again = 4 * 4 * BATCH * LENGTH * 64
+    assert copies.bytes_ == pytest.approx(priced_bytes + again, rel=0.01)
+
+
+def test_the_price_of_offloading_is_that_of_two_layers() -> None:
+    network = Network.of(shape_of(12, 0.0), LENGTH)
+    kept, gone = (
+        float(
+            memory_of(network, Spread(micro_batch=BATCH), Software(offloads=offloads))[
+                "activations"
+            ]
+        )
+        for offloads in (False, True)
+    )
+    assert gone == pytest.approx(kept * 2 / 12, rel=0.1)
