@@ -1,0 +1,349 @@
+"""Weights packed for the kernels of fourfold/native, and the GPT network in one call of them.
+
+    pack_model(model, "int4")     every linear layer becomes a `PackedLinear`; returns the head
+    FusedGPT(model, head)         embeddings, layers and head in one call, where the network is ours
+
+A packed matrix stands in the order in which products read it, for one row and for thousands alike,
+so there is one copy of the weights. The products of a row are the same to the bit whatever else is
+in the batch, and the same for a prompt as for one token at a time (fourfold/native/matrix.h).
+
+`PackedLinear` serves any network. `FusedGPT` knows the block of fourfold/model/gpt.py alone; other
+networks run through torch, with packed products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fourfold import native
+from fourfold.errors import UserError
+from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, LayerNorm, Linear
+
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+LARGEST_HALF = 65504.0
+PANEL = 16
+# Rows of one call: more would only need more memory, since the result is the same.
+ROWS_AT_ONCE = 512
+
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        ("kind", _int64),
+        ("outputs", _int64),
+        ("inputs", _int64),
+        ("weights", _pointer),
+        ("scales", _pointer),
+        ("sums", _pointer),
+        ("bias", _pointer),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _pointer) for name in ("norm1_weight", "norm1_bias")),
+        *((name, _pointer) for name in ("norm2_weight", "norm2_bias")),
+        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, _pointer) for name in ("keys", "values")),
+    ]
+
+
+class _Network(ctypes.Structure):
+    _fields_ = [
+        *((name, _int64) for name in ("layers", "hidden", "heads", "head_size", "ffn")),
+        *((name, _int64) for name in ("vocabulary", "positions")),
+        *((name, _pointer) for name in ("layer", "norm_weight", "norm_bias", "head")),
+        *((name, _pointer) for name in ("words", "places")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled kernels, or None."""
+    library = native.library("decode")
+    if library is not None and library.scratch_bytes.restype is not _int64:
+        for name in ("scratch_bytes", "linear_scratch_bytes"):
+            getattr(library, name).restype = _int64
+    return library
+
+
+def _needed() -> Any:
+    library = kernels()
+    assert library is not None, native.why_not("decode")
+    return library
+
+
+class Memory:
+    """Bytes for many matrices in one block, on large pages where the system gives them: weights
+    are read from end to end for every token, and small pages cost a tenth of that."""
+
+    def __init__(self, size: int) -> None:
+        self._block = mmap.mmap(-1, max(size, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._block.madvise(mmap.MADV_HUGEPAGE)
+        self._whole = torch.frombuffer(self._block, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        part = self._whole[self._used : self._used + size]
+        self._used += -(-size // 64) * 64
+        assert self._used <= len(self._whole), (self._used, len(self._whole))
+        return part
+
+
+class PackedMatrix:
+    """Weights (outputs, inputs) in one of the formats, and a bias in float32."""
+
+    def __init__(
+        self, kind: str, weight: Tensor, bias: Tensor | None = None, memory: Memory | None = None
+    ) -> None:
+        outputs, inputs = weight.shape
+        if kind == "float16" and not float(weight.abs().max()) <= LARGEST_HALF:
+            raise UserError(
+                f"a weight of {float(weight.abs().max()):g} does not fit into float16, which ends "
+                f"at {LARGEST_HALF:g}; use Inference.weights=float32"
+            )
+        self.kind, self.outputs, self.inputs = kind, outputs, inputs
+        weight = weight.detach().float().contiguous()
+        memory = memory or Memory(packed_bytes(kind, outputs, inputs))
+        parts = [memory.take(size) for size in _sizes(kind, outputs, inputs)]
+        places = [part.data_ptr() if len(part) else None for part in parts]
+        _needed().pack(
+            *map(_int64, (KINDS[kind], outputs, inputs)),
+            *map(_pointer, (weight.data_ptr(), *places)),
+            _int64(torch.get_num_threads()),
+        )
+        if bias is not None:
+            self.bias = torch.zeros(-(-outputs // PANEL) * PANEL)
+            self.bias[:outputs] = bias
+        self._parts, self._memory = parts, memory  # what the pointers below point to
+        self.struct = _Matrix(
+            KINDS[kind],
+            outputs,
+            -(-inputs // 32) * 32,
+            *places,
+            None if bias is None else self.bias.data_ptr(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x (..., inputs) -> (..., outputs), with the bias."""
+        library, rows = _needed(), x.reshape(-1, x.shape[-1]).float().contiguous()
+        y = torch.empty(rows.shape[0], self.outputs)
+        matrix, count = ctypes.byref(self.struct), _int64(rows.shape[0])
+        scratch = torch.empty(library.linear_scratch_bytes(matrix, count), dtype=torch.uint8)
+        library.linear(
+            matrix,
+            _pointer(rows.data_ptr()),
+            _int64(self.inputs),
+            count,
+            *map(_pointer, (y.data_ptr(), scratch.data_ptr())),
+            _int64(torch.get_num_threads()),
+        )
+        return y.view(*x.shape[:-1], self.outputs)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of these outputs (...,), as they are after rounding: (..., inputs)."""
+        numbers = outputs.reshape(-1).long().contiguous()
+        found = torch.empty(len(numbers), self.inputs)
+        _needed().rows_of(
+            ctypes.byref(self.struct),
+            _pointer(numbers.data_ptr()),
+            *map(_int64, (len(numbers), self.inputs)),
+            _pointer(found.data_ptr()),
+        )
+        return found.view(*outputs.shape, self.inputs)
+
+
+def _sizes(kind: str, outputs: int, inputs: int) -> list[int]:
+    sizes = (_int64 * 3)()
+    _needed().packed_bytes(*map(_int64, (KINDS[kind], outputs, inputs)), sizes)
+    return list(sizes)
+
+
+def packed_bytes(kind: str, outputs: int, inputs: int) -> int:
+    return sum(-(-size // 64) * 64 for size in _sizes(kind, outputs, inputs))
+
+
+class PackedLinear(nn.Module):
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix.linear(x)
+
+
+class PackedEmbedding(nn.Module):
+    """The rows of a packed head that is tied to the word embedding."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.matrix.rows(tokens)
+
+
+class HalfEmbedding(Embedding):
+    """A float16 table that is only looked up; rows are widened as they are read."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).float()
+
+
+def pack_model(model: GPT, kind: str) -> PackedLinear:
+    """Replace every linear layer and the word embedding in place; returns the head.
+
+    Whole numbers are too coarse for the embedding, which is looked up and not read as a whole: with
+    them it keeps a table in half precision.
+    """
+    table = model.embeddings.word.weight.data
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    shapes = [tuple(module.weight.shape) for module in linears]
+    total = sum(packed_bytes(kind, *shape) for shape in [*shapes, tuple(model.head_weight.shape)])
+    memory = Memory(total)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                bias = None if child.bias is None else child.bias.data
+                packed = PackedMatrix(kind, child.weight.data, bias, memory)
+                child.weight.data = torch.empty(0)  # the next one needs the memory
+                setattr(parent, name, PackedLinear(packed))
+    head = PackedMatrix(kind, model.head_weight.data, None, memory)
+    if kind.startswith("int") or model.table.tied is None:
+        words: nn.Module = HalfEmbedding(*table.shape, _weight=table.half(), _freeze=True)
+    else:
+        words = PackedEmbedding(head)
+    model.embeddings.word = words  # type: ignore[assignment]
+    return PackedLinear(head)
+
+
+# -- the network in one call ----------------------------------------------------------------------
+
+
+def is_known(model: GPT) -> bool:
+    """Whether the network is, part by part, the one of fourfold/model/gpt.py."""
+    return (
+        model.embeddings.position is not None
+        and isinstance(model.norm, LayerNorm)
+        and all(
+            type(layer) is Block
+            and type(layer.attn) is Attention
+            and type(layer.mlp) is MLP
+            and all(type(norm) is LayerNorm for norm in (layer.norm1, layer.norm2))
+            for layer in model.layers.values()
+        )
+    )
+
+
+class FusedGPT:
+    """The whole network in one call, with its cache of keys and values.
+
+    The cache holds `rows` sequences; a token is computed with its sequence and its position.
+    """
+
+    def __init__(self, model: GPT, head: PackedLinear) -> None:
+        self.shape, self.head = model.shape, head.matrix
+        assert model.embeddings.position is not None
+        self._layers = (_Layer * len(model.layers))()
+        self._kept: list[Any] = [model]  # what the pointers point to
+        for layer, module in zip(self._layers, model.layers.values()):
+            for name in ("norm1", "norm2"):
+                norm = getattr(module, name)
+                setattr(layer, f"{name}_weight", norm.weight.data_ptr())
+                setattr(layer, f"{name}_bias", norm.bias.data_ptr())
+            for name, linear in self._linears(module):
+                setattr(layer, name, linear.matrix.struct)
+        word = model.embeddings.word
+        self._network = _Network(
+            layers=len(model.layers),
+            hidden=self.shape.hidden_size,
+            heads=self.shape.num_attention_heads,
+            head_size=self.shape.head_size,
+            ffn=self.shape.ffn_hidden_size,
+            vocabulary=self.head.outputs,
+            layer=ctypes.addressof(self._layers),
+            norm_weight=model.norm.weight.data_ptr(),
+            norm_bias=model.norm.bias.data_ptr(),
+            head=ctypes.addressof(self.head.struct),
+            words=word.weight.data_ptr() if isinstance(word, HalfEmbedding) else None,
+            places=model.embeddings.position.weight.data_ptr(),
+            epsilon=model.norm.eps,
+        )
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._library = _needed()
+        self.nbytes = self.head.nbytes + sum(
+            linear.matrix.nbytes
+            for module in model.layers.values()
+            for _, linear in self._linears(module)
+        )
+
+    @staticmethod
+    def _linears(block: Any) -> list[tuple[str, PackedLinear]]:
+        attn, mlp = block.attn, block.mlp
+        return [("qkv", attn.qkv), ("out", attn.out), ("up", mlp.up), ("down", mlp.down)]
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Memory for the keys and values of that many sequences of that many tokens."""
+        shape = self.shape
+        layers, heads = len(self._layers), shape.num_attention_heads
+        blocks, size = -(-positions // PANEL), shape.head_size
+        padded = -(-size // PANEL) * PANEL
+        self.keys = torch.zeros(layers, rows, heads, blocks, size * PANEL)
+        self.values = torch.zeros(layers, rows, heads, blocks * PANEL, padded)
+        self._network.positions = blocks * PANEL
+        for layer, keys, values in zip(self._layers, self.keys, self.values):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
+        """The first `width` tokens of rows onto other rows, all at once."""
+        blocks, places = -(-width // PANEL), list(targets)
+        self.keys[:, places, :, :blocks] = self.keys[:, list(sources), :, :blocks]
+        self.values[:, places, :, :width] = self.values[:, list(sources), :, :width]
+
+    def wipe(self, rows: Sequence[int]) -> None:
+        self.keys[:, list(rows)] = self.values[:, list(rows)] = 0.0
+
+    def run(self, tokens: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> Tensor:
+        """Take in tokens, each with its row and position; logits (wanted, V) of some of them.
+
+        Tokens of one row come in their order, without a gap.
+        """
+        logits = torch.empty(len(wanted), self.head.outputs)
+        done = 0
+        for start in range(0, len(tokens), ROWS_AT_ONCE):
+            part = np.array(tokens[start : start + ROWS_AT_ONCE], dtype=np.int32)
+            places = [place - start for place in wanted if start <= place < start + len(part)]
+            self._run(part, places, logits[done : done + len(places)])
+            done += len(places)
+        assert done == len(wanted), "wanted places come in their order"
+        return logits
+
+    def _run(self, part: np.ndarray, wanted: Sequence[int], logits: Tensor) -> None:
+        threads, count = _int64(torch.get_num_threads()), _int64(len(part))
+        network = ctypes.byref(self._network)
+        size = self._library.scratch_bytes(network, count, threads)
+        if size > len(self._scratch):
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        places = np.array(wanted, dtype=np.int32)
+        self._library.forward(
+            network,
+            _pointer(part.ctypes.data),
+            count,
+            _pointer(places.ctypes.data),
+            _int64(len(wanted)),
+            *map(_pointer, (logits.data_ptr(), self._scratch.data_ptr())),
+            threads,
+        )

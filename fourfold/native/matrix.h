@@ -1,0 +1,463 @@
+/* Products with weights in five formats, for one row or thousands.
+
+   A matrix of `outputs` x `inputs` is cut into panels of 16 outputs. Within a panel the weights
+   stand in the order in which they are used: for an input (or for the 2, 4 or 8 inputs that one
+   32-bit word holds) the 16 outputs side by side, one lane each. So weights stream from memory, a
+   sum stays in its lane, and there is nothing to add up across lanes.
+
+   Whatever the number of rows, each sum is taken in the order of the inputs, with the same
+   operations: the result of a row is the same to the bit alone, in a batch and in a prompt. */
+#pragma once
+#include "simd.h"
+
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };
+#define PANEL 16
+#define NV (PANEL / VL)
+#define GROUP 32 /* inputs that share a scale in INT4 */
+
+#if WIDE && defined(__AVX512BF16__)
+#define HAS_BF16 1
+#else
+#define HAS_BF16 0
+#endif
+#if WIDE && defined(__AVX512VNNI__)
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
+
+typedef struct {
+  int64_t kind, outputs, inputs; /* inputs: padded to a multiple of GROUP */
+  const void *weights;
+  const void *scales; /* INT8: float per output; INT4: half per group and output */
+  const int32_t *sums; /* INT8: 128 times the sum of an output's weights */
+  const float *bias;   /* padded to whole panels; may be null */
+} Matrix;
+
+INLINE int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
+INLINE int64_t padded(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
+
+static const int BITS[] = {32, 16, 16, 8, 4};
+INLINE int64_t panel_bytes(int64_t kind, int64_t inputs) { return PANEL * inputs * BITS[kind] / 8; }
+
+/* -- what goes in: rows of activations, in the form a kind multiplies with ---------------------- */
+
+typedef struct {
+  const void *data;
+  int64_t stride;      /* bytes from row to row */
+  const float *scales; /* INT8: one a row */
+} Rows;
+
+INLINE int rounds_to_bf16(int64_t kind) { return HAS_BF16 && (kind == BFLOAT16 || kind == INT4); }
+INLINE int64_t row_bytes(int64_t kind, int64_t inputs) {
+  return kind == INT8 ? inputs : rounds_to_bf16(kind) ? 2 * inputs : 4 * inputs;
+}
+
+/* One row of `given` floats, padded with zeros to `inputs`. */
+static void prepare_row(int64_t kind, const float *x, int64_t given, int64_t inputs, void *to,
+                        float *scale) {
+  if (kind == INT8) {
+    vf most = v_zero();
+    int64_t i = 0;
+    for (; i + VL <= given; i += VL) most = v_max(v_abs(v_load(x + i)), most);
+    float largest = v_largest(most);
+    for (; i < given; i++) largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
+    if (!(largest > 1.1754944e-38f)) largest = largest == largest ? 1.1754944e-38f : largest;
+    *scale = largest / 127.0f;
+    float inverse = 127.0f / largest;
+    int8_t *q = to;
+    vf factor = v_set(inverse);
+    for (i = 0; i + VL <= given; i += VL) {
+      vi whole = v_to(v_mul(v_load(x + i), factor));
+#if WIDE
+      _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtepi32_epi8(whole));
+#else
+      int32_t some[VL];
+      _mm256_storeu_si256((__m256i *)some, whole);
+      for (int j = 0; j < VL; j++) q[i + j] = (int8_t)some[j];
+#endif
+    }
+    for (; i < given; i++) q[i] = (int8_t)_mm_cvtss_si32(_mm_set_ss(x[i] * inverse));
+    memset(q + given, 0, inputs - given);
+#if HAS_VNNI
+    for (i = 0; i < inputs; i += 32) { /* from signed to offset by 128 */
+      __m256i *place = (__m256i *)(q + i);
+      _mm256_storeu_si256(place, _mm256_xor_si256(_mm256_loadu_si256(place), _mm256_set1_epi8(-128)));
+    }
+#endif
+  } else if (rounds_to_bf16(kind)) {
+    uint16_t *pairs = to;
+    int64_t i = 0;
+#if HAS_BF16
+    for (; i + 16 <= given; i += 16) {
+      __m256bh some = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + i));
+      memcpy(pairs + i, &some, 32);
+    }
+#endif
+    for (; i < given; i++) pairs[i] = bf16_of(x[i]);
+    memset(pairs + given, 0, 2 * (inputs - given));
+  } else {
+    if (to != x) memcpy(to, x, 4 * given);
+    memset((float *)to + given, 0, 4 * (inputs - given));
+  }
+}
+
+/* -- tiles: `rows` rows times `panels` panels, all sums in registers ---------------------------- */
+
+#define SUMS(rows, panels) vf sums[rows][panels][NV]
+#define EACH_SUM(rows, panels)                  \
+  UNROLL for (int r = 0; r < (rows); r++)       \
+  UNROLL for (int p = 0; p < (panels); p++)     \
+  UNROLL for (int v = 0; v < NV; v++)
+#define EACH_PART(panels)                   \
+  UNROLL for (int p = 0; p < (panels); p++) \
+  UNROLL for (int v = 0; v < NV; v++)
+#define EACH_ROW(rows) UNROLL for (int r = 0; r < (rows); r++)
+
+/* Weights are fetched this many bytes ahead of their use: the hardware stops at each page. */
+#define AHEAD 1024
+INLINE void fetch(const char *place) { _mm_prefetch(place + AHEAD, _MM_HINT_T0); }
+
+INLINE void tile_float32(const int rows, const int panels, const Matrix *m, const char *w,
+                         int64_t stride, Rows x, vf (*sums)[4][NV]) {
+  for (int64_t k = 0; k < m->inputs; k++) {
+    vf weight[4][NV];
+    UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + k * 64);
+    EACH_PART(panels) weight[p][v] = v_load((const float *)(w + p * stride) + k * PANEL + v * VL);
+    EACH_ROW(rows) {
+      vf one = v_set(((const float *)((const char *)x.data + r * x.stride))[k]);
+      EACH_PART(panels) sums[r][p][v] = v_fma(weight[p][v], one, sums[r][p][v]);
+    }
+  }
+}
+
+INLINE void tile_float16(const int rows, const int panels, const Matrix *m, const char *w,
+                         int64_t stride, Rows x, vf (*sums)[4][NV]) {
+  for (int64_t k = 0; k < m->inputs; k++) {
+    vf weight[4][NV];
+    if (k % 2 == 0) UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + k * 32);
+    EACH_PART(panels) weight[p][v] = v_half((const uint16_t *)(w + p * stride) + k * PANEL + v * VL);
+    EACH_ROW(rows) {
+      vf one = v_set(((const float *)((const char *)x.data + r * x.stride))[k]);
+      EACH_PART(panels) sums[r][p][v] = v_fma(weight[p][v], one, sums[r][p][v]);
+    }
+  }
+}
+
+INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, const char *w,
+                          int64_t stride, Rows x, vf (*sums)[4][NV]) {
+  for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
+    vi both[4][NV];
+    UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + pair * 64);
+    EACH_PART(panels) both[p][v] = vi_load(w + p * stride + pair * 64 + v * 4 * VL);
+#if HAS_BF16
+    EACH_ROW(rows) {
+      vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[pair]);
+      EACH_PART(panels)
+      sums[r][p][v] = _mm512_dpbf16_ps(sums[r][p][v], (__m512bh)both[p][v], (__m512bh)ones);
+    }
+#else
+    EACH_ROW(rows) {
+      const float *row = (const float *)((const char *)x.data + r * x.stride) + 2 * pair;
+      vf even = v_set(row[0]), odd = v_set(row[1]);
+      EACH_PART(panels) {
+        sums[r][p][v] = v_fma(v_bits(vi_shl(both[p][v], 16)), even, sums[r][p][v]);
+        sums[r][p][v] =
+            v_fma(v_bits(vi_and(both[p][v], vi_set((int)0xffff0000))), odd, sums[r][p][v]);
+      }
+    }
+#endif
+  }
+}
+
+INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const char *w,
+                      int64_t stride, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+  vi whole[12][4][NV];
+  EACH_SUM(rows, panels) whole[r][p][v] = vi_set(0);
+  for (int64_t four = 0; four < m->inputs / 4; four++) {
+    vi weight[4][NV];
+    UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + four * 64);
+    EACH_PART(panels) weight[p][v] = vi_load(w + p * stride + four * 64 + v * 4 * VL);
+    EACH_ROW(rows) {
+      vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[four]);
+      EACH_PART(panels) {
+#if HAS_VNNI
+        whole[r][p][v] = _mm512_dpbusd_epi32(whole[r][p][v], ones, weight[p][v]);
+#elif WIDE
+        /* Two halves of 256 bits: there is no sign instruction for 512. */
+        __m256i part[2];
+        for (int h = 0; h < 2; h++) {
+          __m256i a = h ? _mm512_extracti64x4_epi64(ones, 1) : _mm512_castsi512_si256(ones);
+          __m256i b = h ? _mm512_extracti64x4_epi64(weight[p][v], 1)
+                        : _mm512_castsi512_si256(weight[p][v]);
+          __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
+          part[h] = _mm256_madd_epi16(twos, _mm256_set1_epi16(1));
+        }
+        vi sum = _mm512_inserti64x4(_mm512_castsi256_si512(part[0]), part[1], 1);
+        whole[r][p][v] = vi_add(whole[r][p][v], sum);
+#else
+        __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(ones), _mm256_sign_epi8(weight[p][v], ones));
+        whole[r][p][v] = vi_add(whole[r][p][v], _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+#endif
+      }
+    }
+  }
+  EACH_SUM(rows, panels) {
+    int64_t output = (first_panel + p) * PANEL + v * VL;
+    vi sum = whole[r][p][v];
+#if HAS_VNNI
+    sum = vi_sub(sum, vi_load(m->sums + output));
+#endif
+    vf scale = v_mul(v_load((const float *)m->scales + output), v_set(x.scales[r]));
+    sums[r][p][v] = v_mul(v_of(sum), scale);
+  }
+}
+
+INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const char *w,
+                      int64_t stride, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+  const int64_t groups = m->inputs / GROUP;
+#if HAS_BF16
+  /* bfloat16 numbers -8 to 7, twice, since the index of a word has five bits. */
+  uint16_t numbers[32];
+  for (int i = 0; i < 32; i++) numbers[i] = bf16_of((float)(i % 16 - 8));
+  const vi table = vi_load(numbers);
+#endif
+  for (int64_t group = 0; group < groups; group++) {
+    vf parts[12][4][NV];
+    EACH_SUM(rows, panels) parts[r][p][v] = v_zero();
+    UNROLL for (int chunk = 0; chunk < GROUP / 8; chunk++) {
+      vi eight[4][NV];
+      UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + (group * 4 + chunk) * 64);
+      EACH_PART(panels)
+      eight[p][v] = vi_load(w + p * stride + (group * 4 + chunk) * 64 + v * 4 * VL);
+#if HAS_BF16
+      UNROLL for (int n = 0; n < 4; n++) {
+        vi two[4];
+        UNROLL for (int p = 0; p < panels; p++)
+            two[p] = _mm512_permutexvar_epi16(_mm512_srli_epi16(eight[p][0], 4 * n), table);
+        EACH_ROW(rows) {
+          const int32_t *row = (const int32_t *)((const char *)x.data + r * x.stride);
+          vi ones = vi_set(row[group * 16 + chunk * 4 + n]);
+          UNROLL for (int p = 0; p < panels; p++) parts[r][p][0] =
+              _mm512_dpbf16_ps(parts[r][p][0], (__m512bh)two[p], (__m512bh)ones);
+        }
+      }
+#else
+      UNROLL for (int n = 0; n < 8; n++) {
+        vf one[4][NV];
+        EACH_PART(panels)
+        one[p][v] = v_of(vi_sub(vi_and(vi_shr(eight[p][v], 4 * (n / 2) + 16 * (n % 2)), vi_set(15)), vi_set(8)));
+        EACH_ROW(rows) {
+          const float *row = (const float *)((const char *)x.data + r * x.stride);
+          vf factor = v_set(row[group * GROUP + chunk * 8 + n]);
+          EACH_PART(panels) parts[r][p][v] = v_fma(one[p][v], factor, parts[r][p][v]);
+        }
+      }
+#endif
+    }
+    vf scale[4][NV];
+    EACH_PART(panels)
+    scale[p][v] = v_half((const uint16_t *)m->scales +
+                         ((first_panel + p) * groups + group) * PANEL + v * VL);
+    EACH_SUM(rows, panels) sums[r][p][v] = v_fma(parts[r][p][v], scale[p][v], sums[r][p][v]);
+  }
+}
+
+/* -- what comes out ------------------------------------------------------------------------------ */
+
+enum { PLAIN, GELU, ADD }; /* y = product, y = gelu(product), y += product; with the bias */
+
+typedef struct {
+  float *data;
+  int64_t stride, width; /* in floats; width: outputs that exist */
+  int how;
+} Result;
+
+static __attribute__((noinline)) void finish(int rows, int64_t width, const Matrix *m,
+                                            int64_t first, Result y, const float *sums) {
+  for (int r = 0; r < rows; r++) {
+    float *row = y.data + r * y.stride + first;
+    for (int64_t o = 0; o < width; o += VL) {
+      vf value = v_load(sums + r * width + o);
+      if (m->bias) value = v_add(value, v_load(m->bias + first + o));
+      if (y.how == GELU) value = v_gelu(value);
+      if (first + o + VL <= y.width) {
+        if (y.how == ADD) value = v_add(v_load(row + o), value);
+        v_store(row + o, value);
+      } else {
+        float some[VL];
+        v_store(some, value);
+        for (int j = 0; first + o + j < y.width; j++)
+          row[o + j] = y.how == ADD ? row[o + j] + some[j] : some[j];
+      }
+    }
+  }
+}
+
+INLINE void finish_tile(const int rows, const int panels, const Matrix *m, int64_t first_panel,
+                        Result y, vf (*sums)[4][NV]) {
+  float all[rows * panels * PANEL];
+  EACH_SUM(rows, panels) v_store(all + (r * panels + p) * PANEL + v * VL, sums[r][p][v]);
+  finish(rows, panels * PANEL, m, first_panel * PANEL, y, all);
+}
+
+#define TILE(KIND, kind_name, ...)                                                              \
+  static __attribute__((noinline)) void KIND(const Matrix *m, int64_t panel, Rows x, Result y) { \
+    const int64_t stride = panel_bytes(m->kind, m->inputs);                                     \
+    const char *w = (const char *)m->weights + panel * stride;                                  \
+    vf sums[12][4][NV];                                                                         \
+    kind_name                                                                                   \
+  }
+
+#define MAKE(rows, panels)                                                                       \
+  TILE(float32_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();               \
+       tile_float32(rows, panels, m, w, stride, x, sums);                                        \
+       finish_tile(rows, panels, m, panel, y, sums);)                                            \
+  TILE(float16_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();               \
+       tile_float16(rows, panels, m, w, stride, x, sums);                                        \
+       finish_tile(rows, panels, m, panel, y, sums);)                                            \
+  TILE(bfloat16_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();              \
+       tile_bfloat16(rows, panels, m, w, stride, x, sums);                                       \
+       finish_tile(rows, panels, m, panel, y, sums);)                                            \
+  TILE(int8_##rows##x##panels, tile_int8(rows, panels, m, w, stride, x, panel, sums);            \
+       finish_tile(rows, panels, m, panel, y, sums);)
+#define MAKE_INT4(rows, panels)                                                                  \
+  TILE(int4_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();                  \
+       tile_int4(rows, panels, m, w, stride, x, panel, sums);                                    \
+       finish_tile(rows, panels, m, panel, y, sums);)
+
+typedef void (*Tile)(const Matrix *, int64_t, Rows, Result);
+typedef struct {
+  int rows, panels; /* rows 0 ends the list */
+  Tile tiles[5], single[5]; /* by kind; `single`: for one panel */
+} TileSize;
+#define SIZE(rows, panels)                                                                        \
+  {rows, panels,                                                                                  \
+   {float32_##rows##x##panels, bfloat16_##rows##x##panels, float16_##rows##x##panels,             \
+    int8_##rows##x##panels, 0},                                                                   \
+   {float32_##rows##x1, bfloat16_##rows##x1, float16_##rows##x1, int8_##rows##x1, 0}}
+#define SIZE_INT4(rows, panels) \
+  {rows, panels, {0, 0, 0, 0, int4_##rows##x##panels}, {0, 0, 0, 0, int4_##rows##x1}}
+
+#if WIDE
+MAKE(12, 2) MAKE(12, 1) MAKE(8, 2) MAKE(8, 1) MAKE(4, 4) MAKE(4, 1)
+MAKE(2, 4) MAKE(2, 1) MAKE(1, 4) MAKE(1, 1)
+static const TileSize SIZES[] = {SIZE(12, 2), SIZE(8, 2), SIZE(4, 4), SIZE(2, 4), SIZE(1, 4), {0}};
+MAKE_INT4(12, 1) MAKE_INT4(8, 1) MAKE_INT4(4, 2) MAKE_INT4(4, 1) MAKE_INT4(2, 4) MAKE_INT4(2, 1)
+MAKE_INT4(1, 4) MAKE_INT4(1, 1)
+static const TileSize SIZES_INT4[] = {SIZE_INT4(12, 1), SIZE_INT4(8, 1), SIZE_INT4(4, 2),
+                                      SIZE_INT4(2, 4), SIZE_INT4(1, 4), {0}};
+#else
+MAKE(6, 1) MAKE(4, 1) MAKE(2, 2) MAKE(2, 1) MAKE(1, 4) MAKE(1, 1)
+static const TileSize SIZES[] = {SIZE(6, 1), SIZE(4, 1), SIZE(2, 2), SIZE(1, 4), {0}};
+MAKE_INT4(2, 1) MAKE_INT4(1, 2) MAKE_INT4(1, 1)
+static const TileSize SIZES_INT4[] = {SIZE_INT4(2, 1), SIZE_INT4(1, 2), {0}};
+#endif
+#define BLOCK 4 /* panels that a thread takes through all rows, so that they stay in its cache */
+
+/* Panels `first` to `stop` of the product of `rows` prepared rows. */
+static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64_t rows, Result y) {
+  const TileSize *sizes = m->kind == INT4 ? SIZES_INT4 : SIZES;
+  for (int64_t block = first; block < stop; block += BLOCK) {
+    int64_t end = block + BLOCK < stop ? block + BLOCK : stop;
+    int64_t row = 0;
+    for (const TileSize *size = sizes; size->rows; size++) {
+      for (; row + size->rows <= rows; row += size->rows) {
+        Rows some = {(const char *)x.data + row * x.stride, x.stride, x.scales ? x.scales + row : 0};
+        Result part = {y.data + row * y.stride, y.stride, y.width, y.how};
+        int64_t panel = block;
+        for (; panel + size->panels <= end; panel += size->panels)
+          size->tiles[m->kind](m, panel, some, part);
+        for (; panel < end; panel++) size->single[m->kind](m, panel, some, part);
+      }
+    }
+  }
+}
+
+/* -- packing ------------------------------------------------------------------------------------- */
+
+/* The scale of a group that leaves the smallest squared error, and its 4-bit numbers plus 8. */
+static uint16_t round_group(const float *x, int64_t count, uint8_t *q) {
+  float extreme = 0.0f;
+  for (int64_t i = 0; i < count; i++)
+    if (__builtin_fabsf(x[i]) > __builtin_fabsf(extreme)) extreme = x[i];
+  uint16_t best = 0;
+  float least = 3.4e38f;
+  for (int trial = 0; trial < 16; trial++) {
+    /* The largest magnitude becomes -8, or less where that serves the others better. */
+    uint16_t half = f16_of(extreme / (-8.0f + 0.15f * trial));
+    float scale = of_f16(half), inverse = scale == 0.0f ? 0.0f : 1.0f / scale, error = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+      float n = __builtin_rintf(x[i] * inverse);
+      n = n < -8.0f ? -8.0f : n > 7.0f ? 7.0f : n;
+      error += (x[i] - n * scale) * (x[i] - n * scale);
+    }
+    if (error < least) least = error, best = half;
+  }
+  float scale = of_f16(best), inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+  for (int64_t i = 0; i < GROUP; i++) {
+    float n = i < count ? __builtin_rintf(x[i] * inverse) : 0.0f;
+    q[i] = (uint8_t)(8 + (int)(n < -8.0f ? -8.0f : n > 7.0f ? 7.0f : n));
+  }
+  return best;
+}
+
+static void pack_output(int64_t kind, const float *x, int64_t given, int64_t inputs, int lane,
+                        char *panel, void *scales, int64_t output, int32_t *sums) {
+  if (kind == FLOAT32) {
+    for (int64_t k = 0; k < inputs; k++) ((float *)panel)[k * PANEL + lane] = k < given ? x[k] : 0;
+  } else if (kind == FLOAT16) {
+    for (int64_t k = 0; k < inputs; k++)
+      ((uint16_t *)panel)[k * PANEL + lane] = k < given ? f16_of(x[k]) : 0;
+  } else if (kind == BFLOAT16) {
+    for (int64_t k = 0; k < inputs; k++)
+      ((uint16_t *)panel)[(k / 2 * PANEL + lane) * 2 + k % 2] = k < given ? bf16_of(x[k]) : 0;
+  } else if (kind == INT8) {
+    float largest = 1.1754944e-38f;
+    for (int64_t k = 0; k < given; k++)
+      if (__builtin_fabsf(x[k]) > largest) largest = __builtin_fabsf(x[k]);
+    float scale = largest / 127.0f;
+    int32_t sum = 0;
+    for (int64_t k = 0; k < inputs; k++) {
+      int8_t q = k < given ? (int8_t)__builtin_rintf(x[k] / scale) : 0;
+      ((int8_t *)panel)[(k / 4 * PANEL + lane) * 4 + k % 4] = q;
+      sum += q;
+    }
+    ((float *)scales)[output] = scale;
+    sums[output] = 128 * sum;
+  } else {
+    int64_t groups = inputs / GROUP;
+    uint16_t *halves = (uint16_t *)scales + output / PANEL * groups * PANEL + lane;
+    for (int64_t group = 0; group < groups; group++) {
+      uint8_t q[GROUP];
+      int64_t left = given - group * GROUP;
+      halves[group * PANEL] = round_group(x + group * GROUP, left < GROUP ? (left > 0 ? left : 0) : GROUP, q);
+      for (int chunk = 0; chunk < GROUP / 8; chunk++) {
+        uint32_t word = 0;
+        for (int n = 0; n < 8; n++) word |= (uint32_t)q[chunk * 8 + n] << (4 * (n / 2) + 16 * (n % 2));
+        ((uint32_t *)panel)[(group * 4 + chunk) * PANEL + lane] = word;
+      }
+    }
+  }
+}
+
+/* Input k of an output, as the matrix holds it. */
+static float weight_at(const Matrix *m, int64_t output, int64_t k) {
+  const char *panel = (const char *)m->weights + output / PANEL * panel_bytes(m->kind, m->inputs);
+  int lane = output % PANEL;
+  switch (m->kind) {
+    case FLOAT32: return ((const float *)panel)[k * PANEL + lane];
+    case FLOAT16: return of_f16(((const uint16_t *)panel)[k * PANEL + lane]);
+    case BFLOAT16: return of_bf16(((const uint16_t *)panel)[(k / 2 * PANEL + lane) * 2 + k % 2]);
+    case INT8:
+      return ((const float *)m->scales)[output] *
+             ((const int8_t *)panel)[(k / 4 * PANEL + lane) * 4 + k % 4];
+    default: {
+      int64_t group = k / GROUP, n = k % 8;
+      uint32_t word = ((const uint32_t *)panel)[k / 8 * PANEL + lane];
+      const uint16_t *halves = (const uint16_t *)m->scales;
+      float scale = of_f16(halves[(output / PANEL * (m->inputs / GROUP) + group) * PANEL + lane]);
+      return scale * ((int)(word >> (4 * (n / 2) + 16 * (n % 2)) & 15) - 8);
+    }
+  }
+}

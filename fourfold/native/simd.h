@@ -1,0 +1,126 @@
+/* Vectors of floats, as wide as the processor has them: 16 with AVX-512, 8 with AVX2. */
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define WIDE 1
+#define VL 16
+typedef __m512 vf;
+typedef __m512i vi;
+INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void v_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
+INLINE vf v_set(float a) { return _mm512_set1_ps(a); }
+INLINE vf v_zero(void) { return _mm512_setzero_ps(); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
+INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, 0); }
+INLINE float v_sum(vf a) { return _mm512_reduce_add_ps(a); }
+INLINE float v_largest(vf a) { return _mm512_reduce_max_ps(a); }
+INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+INLINE vi vi_set(int a) { return _mm512_set1_epi32(a); }
+INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+#define vi_shl(a, n) _mm512_slli_epi32(a, n)
+#define vi_shr(a, n) _mm512_srli_epi32(a, n)
+INLINE vf v_of(vi a) { return _mm512_cvtepi32_ps(a); }
+INLINE vi v_to(vf a) { return _mm512_cvtps_epi32(a); }
+INLINE vf v_bits(vi a) { return _mm512_castsi512_ps(a); }
+INLINE vf v_half(const uint16_t *p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+/* 2^n by its exponent bits, and x * 2^n in one instruction. */
+INLINE vf v_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+#else
+#define WIDE 0
+#define VL 8
+typedef __m256 vf;
+typedef __m256i vi;
+INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(float *p, vf a) { _mm256_storeu_ps(p, a); }
+INLINE vf v_set(float a) { return _mm256_set1_ps(a); }
+INLINE vf v_zero(void) { return _mm256_setzero_ps(); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INLINE vf v_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE float v_sum(vf a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+INLINE float v_largest(vf a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE vi vi_set(int a) { return _mm256_set1_epi32(a); }
+INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+#define vi_shl(a, n) _mm256_slli_epi32(a, n)
+#define vi_shr(a, n) _mm256_srli_epi32(a, n)
+INLINE vf v_of(vi a) { return _mm256_cvtepi32_ps(a); }
+INLINE vi v_to(vf a) { return _mm256_cvtps_epi32(a); }
+INLINE vf v_bits(vi a) { return _mm256_castsi256_ps(a); }
+INLINE vf v_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf v_scale2(vf a, vf n) {
+  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
+}
+#endif
+
+/* e^x within 2 units in the last place; 0 below -87.3, NaN stays NaN (the order of the operands
+   of min and max decides that). */
+INLINE vf v_exp(vf x) {
+  vf bounded = v_min(v_set(88.0f), v_max(v_set(-87.3f), x));
+  vf n = v_round(v_mul(bounded, v_set(1.44269504088896341f)));
+  vf r = v_fma(n, v_set(-0.693359375f), bounded);
+  r = v_fma(n, v_set(2.12194440e-4f), r);
+  vf p = v_set(1.9875691500e-4f);
+  p = v_fma(p, r, v_set(1.3981999507e-3f));
+  p = v_fma(p, r, v_set(8.3334519073e-3f));
+  p = v_fma(p, r, v_set(4.1665795894e-2f));
+  p = v_fma(p, r, v_set(1.6666665459e-1f));
+  p = v_fma(p, r, v_set(5.0000001201e-1f));
+  vf e = v_add(v_fma(p, v_mul(r, r), r), v_set(1.0f));
+  return v_scale2(e, n);
+}
+
+/* GELU in its tanh form, x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3). */
+INLINE vf v_gelu(vf x) {
+  vf u = v_mul(v_set(-1.5957691216057308f), v_fma(v_mul(v_mul(x, x), x), v_set(0.044715f), x));
+  return v_div(x, v_add(v_set(1.0f), v_exp(u)));
+}
+
+INLINE uint16_t bf16_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE float of_bf16(uint16_t value) {
+  uint32_t bits = (uint32_t)value << 16;
+  float found;
+  memcpy(&found, &bits, 4);
+  return found;
+}
+INLINE uint16_t f16_of(float value) { return (uint16_t)_cvtss_sh(value, 0); }
+INLINE float of_f16(uint16_t value) { return _cvtsh_ss(value); }
