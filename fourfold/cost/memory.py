@@ -132,6 +132,9 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     norms = 2 * software.norm_bytes / split
     # With sequence parallelism a block keeps its own positions and gathers again.
     attention_in = mlp_in = (c + mask) / split
+    remade = np.where(software.remakes_norms, 2 * c / split, 0.0) + np.where(
+        software.remakes_activation, c * network.ffn / network.hidden / t, 0.0
+    )
     heads = c * (2 + 2 * kv) / t  # query, keys, values, and what the output projection reads
     table = np.where(network.attention_dropout, 2 * c + software.mask_bytes, c) / t
     sequences = spread.micro_batch / spread.context
@@ -148,7 +151,9 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
     attention = np.where(software.flash, unit * c / t + scores, 0)
     ops = entered + np.where(spread.keeps_products, products, 0)
     return {
-        "none": rest + scores,
+        "none": rest
+        + scores
+        - np.where(np.asarray(spread.recompute) == "none", unit * remade, 0.0),
         "core_attn": rest,
         "full_attn": unit * (norms + attention_in + mlp_in + c * wide / t),
         "ops": ops + np.where(spread.keeps_attention, attention, 0),
@@ -301,8 +306,7 @@ def _mode_text(spread: Spread, again: Numbers, layers: Numbers) -> Numbers:
 
 def _logits(network: Network, spread: Spread, software: Software, stage: Numbers) -> Term:
     tokens = spread.micro_batch * network.seq / spread.context
-    # A chunk's logits go when the next one's are there.
-    at_once = np.minimum(tokens, software.logit_tokens * 2)
+    at_once = np.minimum(tokens, software.logit_tokens)
     rows = own_words(network, spread)
     return Term(
         np.where(stage_ends(spread, stage)[1], software.logit_bytes * at_once * rows, 0.0),

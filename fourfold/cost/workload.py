@@ -13,11 +13,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of
+from fourfold.model.kernels import usable
 
 RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "ops", "full")
 
@@ -133,12 +135,14 @@ class Software:
     wide_norms: Numbers = False  # norms have fp32 weights, which are their own masters
     offloads: Numbers = False  # what layers keep for their backward pass is in host memory
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
+    remakes_norms: Numbers = False  # their results are made again where a layer keeps the rest
+    remakes_activation: Numbers = False  # and so is the one between the MLP's two products
     flash: Numbers = True  # attention never holds the table of scores
     attention_rate: Numbers = 1.0  # of fused attention over the first FlashAttention's
     tensor_overlap: Numbers = 0.0  # share of tensor parallelism's messages beside products
     mask_bytes: Numbers = 1  # of dropout, per number it falls on
     logit_bytes: Numbers = 12  # per logit held at once
-    logit_tokens: Numbers = np.inf  # of a chunk of logits; at most two chunks are held at once
+    logit_tokens: Numbers = np.inf  # of a chunk of logits
     overlap: Numbers = 1.0  # share of gradient communication that may hide behind backward
     data_inside_pipeline: Numbers = False  # rank order: Megatron's; Fourfold puts data outermost
     split_sends: Numbers = False  # pipeline messages cut over the tensor-parallel ranks
@@ -189,6 +193,9 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
     """
     precision, model = config.Engine.mix_precision, config.Model
     low = precision.dtype != "float32"
+    kernels = on_cpu and usable(torch.device("cpu"), getattr(torch, precision.dtype))
+    remakes = on_cpu and config.Engine.graph_mode == "dynamic"
+    sharding = config.Distributed.sharding
     masters = precision.level == "O2"
     return Software(
         compute_bytes=2 if low else 4,
@@ -204,12 +211,15 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         wide_norms=masters,
         offloads=model.offload_activations and not on_cpu,
         stops_early=True,
-        # On a CPU torch has no flash attention with dropout.
-        flash=not (on_cpu and model.attention_probs_dropout_prob > 0),
+        remakes_norms=remakes and (sharding.sharding_degree == 1 or sharding.sharding_stage < 3),
+        remakes_activation=remakes,
+        # On a CPU torch has no flash attention with dropout; our own kernel is one.
+        flash=kernels or not (on_cpu and model.attention_probs_dropout_prob > 0),
         # A processor's masks are numbers to multiply with.
         mask_bytes=(2 if low else 4) if on_cpu else 1,
-        # In place; in low precision there is also the product, and the gradient for the next.
-        logit_bytes=6 if low else 4,
+        # In place, by our own kernel in low precision too; else there are fp32 probabilities and
+        # the gradient besides.
+        logit_bytes=4 if not low else 2 if kernels and config.Distributed.mp_degree == 1 else 8,
         logit_tokens=model.loss_chunk_tokens,
         # A processor that moves messages does not compute meanwhile.
         overlap=0.0 if on_cpu else 1.0,

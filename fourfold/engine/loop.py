@@ -253,7 +253,7 @@ class Engine:
         dropout = config.Model.attention_probs_dropout_prob
         slow = [
             slow_dtype_notice(precision.dtype, self.device),
-            slow_attention_notice(dropout, self.device),
+            slow_attention_notice(dropout, precision.dtype, self.device),
             needless_offload_notice(config.Model.offload_activations, self.device),
         ]
         self.notices += filter(None, slow)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.model.loss import Vocabulary, compute_dtype, head_cross_entropy
+from fourfold.model import kernels
+from fourfold.model.loss import TiedGradient, Vocabulary, compute_dtype, head_cross_entropy
 from fourfold.model.params import ModelShape, ParamTable, gpt_parameters
 from fourfold.model.seeds import seed_dropout
 
@@ -48,12 +49,13 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
-            return super().forward(x)
+            # In autocast's type straight away: only products read it, which would cast it.
+            return super().forward(x).to(compute_dtype(x.device, x.dtype))
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T + mask) v; without a mask it is causal.
+    """softmax(q k^T + mask) v; without a mask it is causal. For masks see `attention_mask`.
 
     A module of its own so that recomputation can wrap just this.
     """
@@ -61,9 +63,12 @@ class CoreAttention(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
+        self.first_head = 0  # of those here, in the whole model
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        if is_starts(mask) or (mask is None and kernels.usable(q.device, q.dtype)):
+            return kernels.causal_attention(q, k, v, mask, dropout, self.first_head)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
         )
@@ -91,19 +96,29 @@ class Attention(nn.Module):
         qkv = self.qkv(x)  # (B, T, 3 D)
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
-        q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, H, T, K) each
+        q, k, v = kernels.split_heads(qkv)  # (B, H, T, K) each
         mixed = self.core(q, k, v, mask) if attend is None else attend(q, k, v)  # (B, H, T, K)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+
+
+class GELU(nn.Module):
+    """The tanh form."""
+
+    scratch: kernels.Scratch | None = None  # for its result, where nothing keeps that
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.gelu(x, self.scratch)
 
 
 class MLP(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
+        self.act = GELU()
         self.up = Linear(shape.hidden_size, shape.ffn_hidden_size, shape.fused_linear)
         self.down = Linear(shape.ffn_hidden_size, shape.hidden_size, shape.fused_linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.act(self.up(x)))
 
 
 class Block(nn.Module):
@@ -125,8 +140,15 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
+    tied: TiedGradient | None = None  # where the head of this very module has the same weight
+
     def reset_parameters(self) -> None:
         """Nothing, as for `Linear`."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tied is None:
+            return super().forward(tokens)
+        return self.tied.look_up(tokens, self.weight)
 
 
 class Embeddings(nn.Module):
@@ -143,6 +165,19 @@ class Embeddings(nn.Module):
         if self.position is not None:
             x = x + self.position(positions)
         return F.dropout(x, self.dropout, self.training)
+
+
+def attention_mask(document_ids: Tensor, like: Tensor) -> Tensor:
+    """What keeps tokens of hidden states `like` within their documents: for our kernel the position
+    at which each one's document begins, for torch's a table."""
+    dtype = compute_dtype(like.device, like.dtype)
+    if kernels.usable(like.device, dtype):
+        return kernels.document_starts(document_ids)
+    return document_mask(document_ids, dtype)
+
+
+def is_starts(mask: Tensor | None) -> bool:
+    return mask is not None and not mask.is_floating_point()
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,6 +202,7 @@ class Head(nn.Module):
         super().__init__()
         self.chunk_tokens = shape.loss_chunk_tokens
         self.vocabulary = Vocabulary()
+        self.tied: TiedGradient | None = None
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
 
@@ -190,6 +226,7 @@ class Head(nn.Module):
             loss_scale,
             self.chunk_tokens,
             self.vocabulary,
+            self.tied,
         )
 
 
@@ -225,6 +262,8 @@ class GPT(nn.Module):
         if self.is_last:
             self.norm = type(self).final_norm(shape)
         self.head = Head(shape, owns_weight=self.is_last and not is_tied)
+        if self.is_first and self.is_last and is_tied:
+            self.head.tied = self.embeddings.word.tied = TiedGradient()
         self.has_dropout = shape.hidden_dropout_prob > 0 or shape.attention_probs_dropout_prob > 0
 
     @property
@@ -289,11 +328,7 @@ class GPT(nn.Module):
             if reseed:
                 seed_dropout(inputs.device, seed, "embeddings")
             x = self.embeddings(inputs, position_ids)
-        mask = (
-            None
-            if document_ids is None
-            else document_mask(document_ids, compute_dtype(x.device, x.dtype))
-        )
+        mask = None if document_ids is None else attention_mask(document_ids, x)
         for numbers in self.chunks:
             x = self.run_layers(numbers, x, mask, seed if reseed else None, attends)
         return x

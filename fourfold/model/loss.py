@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.model import kernels
+
 
 def head_cross_entropy(
     hidden: Tensor,
@@ -23,6 +25,7 @@ def head_cross_entropy(
     scale: float | Tensor,
     chunk_tokens: int,
     vocabulary: Vocabulary | None = None,
+    tied: TiedGradient | None = None,
 ) -> Tensor:
     """`scale` · Σ mask · −log softmax(hidden · headᵀ)[label], as a scalar in fp32 or wider."""
     dtype = compute_dtype(hidden.device, head.dtype)
@@ -31,7 +34,7 @@ def head_cross_entropy(
     # Asked here, for inside the function gradients are always off.
     trains = torch.is_grad_enabled()
     return _HeadCrossEntropy.apply(
-        hidden, head, labels, weights, chunk_tokens, dtype, vocabulary, trains
+        hidden, head, labels, weights, chunk_tokens, dtype, vocabulary, trains, tied
     )
 
 
@@ -48,10 +51,29 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Vocabulary:
-    """How logits become probabilities if the head is whole.
+    """How logits become losses and gradients if the head is whole.
 
-    If each process holds some rows of the head, another class with this method takes its place.
+    If each process holds some rows of the head, another class with these methods takes its place.
     """
+
+    def cross_entropy(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Token losses (C,) of logits (C, V), and if `trains` the gradient of their weighted sum,
+        weight · (softmax − one-hot), in the memory of the logits where it can be."""
+        if kernels.usable(logits.device, logits.dtype):
+            return kernels.cross_entropy_(logits, labels, weights, trains), logits
+        return self._by_passes(logits, labels, weights.unsqueeze(1), trains)
+
+    def _by_passes(
+        self, logits: Tensor, labels: Tensor, weight: Tensor, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        # In place: these are the largest tensors of the step and every pass over them counts.
+        probabilities = logits.to(weight.dtype)
+        losses, target, here = self.normalize(probabilities, labels.unsqueeze(1))
+        if trains:
+            probabilities.mul_(weight).scatter_add_(1, target, -weight * here)
+        return losses.squeeze(1), probabilities.to(logits.dtype)
 
     def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Turn logits (C, V) into probabilities, in place, for targets (C, 1).
@@ -86,37 +108,40 @@ class _HeadCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         vocabulary: Vocabulary,
         trains: bool,
+        tied: TiedGradient | None,
     ) -> Tensor:
         # A parameter counts as needing a gradient even where none will be requested.
         wants_hidden, wants_head = (trains and needed for needed in ctx.needs_input_grad[:2])
         low_head, wide = head.to(dtype), _wide(dtype)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_head = torch.zeros_like(head, dtype=wide) if wants_head else None
+        grad_head: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
+        tokens, words = hidden.shape[0], head.shape[0]
+        logits = hidden.new_empty(min(chunk_tokens, tokens), words, dtype=dtype)
 
-        for start in range(0, hidden.shape[0], chunk_tokens):
+        for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            low_hidden = hidden[chunk].to(dtype)  # (C, D)
-            weight = weights[chunk].unsqueeze(1)  # (C, 1)
-            # In place: these are the largest tensors of the step and every pass over them counts.
-            probabilities = (low_hidden @ low_head.t()).to(wide)  # (C, V), logits until normalized
-            losses, target, here = vocabulary.normalize(probabilities, labels[chunk].unsqueeze(1))
+            low_hidden, weight = hidden[chunk].to(dtype), weights[chunk]  # (C, D), (C,)
+            made = torch.mm(low_hidden, low_head.t(), out=logits[: len(weight)])  # (C, V)
+            losses, grad = vocabulary.cross_entropy(
+                made, labels[chunk], weight, wants_hidden or wants_head
+            )
             loss += torch.sum(losses * weight)
-            if not (wants_hidden or wants_head):
-                continue
-            # d loss / d logits = weight · (softmax − one-hot)
-            grad = probabilities.mul_(weight).scatter_add_(1, target, -weight * here).to(dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = grad @ low_head
-            if grad_head is not None:
-                if dtype == wide:
-                    grad_head.addmm_(grad.t(), low_hidden)
-                else:
-                    grad_head += grad.t() @ low_hidden
+            if not wants_head:
+                continue
+            if grad_head is None:
+                grad_head = (grad.t() @ low_hidden).to(wide)
+            elif dtype == wide:
+                grad_head.addmm_(grad.t(), low_hidden)
+            else:
+                grad_head += grad.t() @ low_hidden
 
         # Not `save_for_backward`: these are ours alone, and changed in place by the backward pass.
         ctx.gradients = [grad_hidden, grad_head]
         ctx.dtypes = [hidden.dtype, head.dtype]
+        ctx.tied = tied
         return loss
 
     @staticmethod
@@ -127,8 +152,42 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if gradient is not None:
                     gradient.mul_(upstream.to(gradient.dtype))
             ctx.multiplied = True
+        if ctx.tied is not None:
+            ctx.tied.gradient, ctx.gradients[1] = ctx.gradients[1], None
         grad_hidden, grad_head = (
             None if gradient is None else gradient.to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes)
         )
-        return grad_hidden, grad_head, None, None, None, None, None, None
+        return grad_hidden, grad_head, *[None] * 7
+
+
+class TiedGradient:
+    """The head's gradient of a weight that is also the word embedding, on its way to the lookup.
+
+    The lookup's backward pass, which comes last, adds its rows and returns the sum. Otherwise it
+    would fill a second table of that size with zeros, and a third would hold the sum.
+    """
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def look_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """F.embedding of tokens (B, T) in the head's own weight (V, D)."""
+        return _TiedLookup.apply(tokens, weight, self)
+
+
+class _TiedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, tied: TiedGradient) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.tied, ctx.shape, ctx.dtype = tied, weight.shape, weight.dtype
+        return torch.nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        table, ctx.tied.gradient = ctx.tied.gradient, None
+        if table is None:  # the head gave logits, and autograd has its gradient
+            table = gradient.new_zeros(ctx.shape, dtype=_wide(gradient.dtype))
+        rows = gradient.flatten(0, 1).to(table.dtype)
+        return None, table.index_add_(0, tokens.flatten(), rows).to(ctx.dtype), None

@@ -22,6 +22,7 @@ from fourfold.parallel.recompute import (
     Recompute,
     apply_offload,
     apply_recompute,
+    remake_cheap_outputs,
 )
 from fourfold.parallel.runner import Runner
 from fourfold.parallel.stages import stages_here
@@ -82,6 +83,8 @@ def build_on_meta(config: Config, mesh: Mesh, device: torch.device) -> MetaParts
             compile_layers(part)
         if recompute := Recompute.of(model):
             apply_recompute(part, recompute, mp_degree=layout.mp)
+        elif device.type == "cpu" and config.Engine.graph_mode == "dynamic":
+            remake_cheap_outputs(part, norms=layout.sharding == 1 or layout.stage < 3)
         if model.offload_activations and device.type == "cuda":
             apply_offload(part, HostCopies(device))
         precision.apply_autocast(part, device)
@@ -142,8 +145,8 @@ def preload(layout: Layout) -> None:
 def compile_layers(model: GPT) -> None:
     """Before recomputation is applied, which would hide a whole layer from the compiler."""
     for module in model.modules():
-        # Model parallelism sets the generator aside for its heads, which no graph can hold.
-        if isinstance(module, CoreAttention) and "forward" in vars(module):
+        # Dropout asks for the generator's seed, which a graph would hold on to.
+        if isinstance(module, CoreAttention) and module.dropout > 0:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     # Messages between ranks are timed, so a graph ends before each and another begins after it.
     warnings.filterwarnings("ignore", message="Dynamo does not know how to trace the builtin")

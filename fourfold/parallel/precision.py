@@ -18,7 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fourfold.model import ParamTable
+from fourfold import native
+from fourfold.model import ParamTable, kernels
 from fourfold.parallel.parameters import name_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -118,14 +119,17 @@ def unmet_list_entries(black_list: list[str], white_list: list[str], level: str)
     ]
 
 
-def slow_attention_notice(dropout: float, device: torch.device) -> str | None:
-    """With dropout attention on a CPU is computed step by step, all its probabilities held."""
-    if device.type != "cpu" or dropout == 0.0:
+def slow_attention_notice(dropout: float, dtype: torch.dtype, device: torch.device) -> str | None:
+    """By torch attention with dropout is computed step by step on a CPU, all its probabilities
+    held."""
+    if device.type != "cpu" or dropout == 0.0 or kernels.usable(device, dtype):
         return None
+    reason = native.why_not("attention") or "it computes in float32 and bfloat16 only"
     return (
         f"Model.attention_probs_dropout_prob={dropout:g}: on a CPU attention with dropout is "
-        "several times slower and takes more memory than without, for which alone torch has a "
-        "fused kernel there; for speed here use -o Model.attention_probs_dropout_prob=0.0"
+        "several times slower and takes more memory than without, because our kernel for it cannot "
+        f"be used ({reason}) and torch's has no dropout; for speed here use "
+        "-o Model.attention_probs_dropout_prob=0.0"
     )
 
 

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fourfold.comm_timer import timed_comm
+from fourfold.model import kernels
 from fourfold.model.gpt import GPT, CoreAttention, Head, Linear
 from fourfold.model.loss import Vocabulary, compute_dtype
 from fourfold.model.params import split_range
@@ -53,7 +54,7 @@ def _style_of(
 ) -> ParallelStyle | None:
     """What the table says about the module's weight, by the kind of the module."""
     if isinstance(module, CoreAttention):
-        return ParallelHeads(sequence_parallel)
+        return ParallelHeads(sequence_parallel, model.shape.num_attention_heads)
     if isinstance(module, Head):
         return (
             VocabParallelHead(sequence_parallel, model.shape.vocab_size) if model.is_last else None
@@ -155,12 +156,17 @@ class PositionEmbedding(_Style):
 class ParallelHeads(_Style):
     """Attention over this rank's heads. Their dropout must differ from the other ranks'.
 
-    Without sequence parallelism the dropout after the block must not differ, so the generator is
-    saved and restored around the attention.
+    Our own kernel drops by the head's number. For torch's, without sequence parallelism, the
+    generator is saved and restored around the attention: dropout after the block must not differ.
     """
+
+    def __init__(self, sequence_parallel: bool, heads: int) -> None:
+        super().__init__(sequence_parallel)
+        self.heads = heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, CoreAttention)
+        module.first_head = device_mesh.get_local_rank() * self.heads // device_mesh.size()
         if module.dropout == 0.0 or self.sequence_parallel:
             return module
         rank, whole_forward = device_mesh.get_local_rank(), module.forward
@@ -168,7 +174,7 @@ class ParallelHeads(_Style):
         def forward(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         ) -> Tensor:
-            if not module.training:
+            if not module.training or kernels.usable(q.device, q.dtype):
                 return whole_forward(q, k, v, mask)
             # Drawn by all ranks alike, and again when the layer is recomputed.
             shared = int(torch.randint(2**62, ()))
@@ -205,7 +211,7 @@ class VocabParallelHead(_Style):
             given = whole_forward(x, weight, labels, *loss_terms)
             return given if labels is not None else _all_columns(given, ranges, group)
 
-        module.vocabulary = VocabularyRows(ranges[rank][0], group)
+        module.vocabulary, module.tied = VocabularyRows(ranges[rank][0], group), None
         module.forward = forward  # type: ignore[assignment,method-assign]
         return module
 
@@ -227,6 +233,11 @@ class VocabularyRows(Vocabulary):
     def __init__(self, first_row: int, group: ProcessGroup) -> None:
         self.first_row = first_row
         self.group = group
+
+    def cross_entropy(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self._by_passes(logits, labels, weights.unsqueeze(1), trains)
 
     def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         target = target - self.first_row

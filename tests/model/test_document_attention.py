@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold.data import Batch
-from fourfold.model import GPT, ModelShape, initialize
+from fourfold.model import GPT, ModelShape, initialize, kernels
 from fourfold.model.gpt import document_mask
 from fourfold.parallel import Precision
 from fourfold.parallel.recompute import Recompute, apply_recompute
@@ -123,6 +123,7 @@ def test_the_default_is_torchs_causal_path(
 ) -> None:
     """Without document ids no mask exists, and attention is the very call it always was."""
     batch, calls = packed_batch(), 0
+    monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
     expected = tiny_model(batch.tokens, batch.labels)
     attend = F.scaled_dot_product_attention
 
@@ -141,6 +142,7 @@ def test_the_default_is_torchs_causal_path(
 def test_all_layers_share_one_mask(tiny_model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept for the backward pass once, and not once a layer."""
     batch, masks = packed_batch(), []
+    monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
 
     def recorded(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
         masks.append(document_mask(document_ids, dtype))

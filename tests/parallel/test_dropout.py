@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from helpers.traces import relative
 
 from fourfold.data import Batch
 from fourfold.engine import Engine
+from fourfold.model import kernels
 
 slow = pytest.mark.slow
+COMPILED = kernels.usable(torch.device("cpu"), torch.float32)
 ATTENTION = "Model.attention_probs_dropout_prob=0.2"
 HIDDEN = "Model.hidden_dropout_prob=0.2"
 DROPOUT = (ATTENTION, HIDDEN)
@@ -48,6 +51,16 @@ def masks_of_a_step(engine: Engine) -> Masks:
         again(lambda: attend(equal, equal, seen, **named), masks["attention"])
         return attend(q, *given, **named)
 
+    fused = kernels.causal_attention
+
+    def spied_fused(q: torch.Tensor, *given: Any) -> torch.Tensor:
+        length = q.shape[2]
+        seen = torch.eye(length).expand(*q.shape[:2], -1, -1)
+        equal = torch.zeros_like(seen)
+        again(lambda: fused(equal, equal, seen, *given[2:]), masks["attention"])
+        return fused(q, *given)
+
+    kernels.causal_attention = spied_fused  # type: ignore[assignment]
     F.dropout, F.scaled_dot_product_attention = spied_drop, spied_attend  # type: ignore[assignment]
     batch: Batch = engine.data.loaders["train"].batch(0)
     engine.runner.run(batch, 1)
@@ -115,6 +128,14 @@ def test_where_no_head_is_cut_off_attention_drops_what_one_process_does(
     assert relative(losses(other), losses(one)) < 1e-5
 
 
+@pytest.mark.skipif(not COMPILED, reason="torch's kernel drops by the generator, not by the head")
+@pytest.mark.parametrize("layout", ["mp2", pytest.param("dp2 mp2", marks=slow)])
+def test_a_head_drops_the_same_on_whichever_rank_it_is(layout: str, runs: Runs) -> None:
+    one = runs.fit("one", "one", *DROPOUT, SHORT)
+    other = runs.fit(layout, "other", *DROPOUT, SHORT)
+    assert relative(losses(other), losses(one)) < 1e-5
+
+
 @pytest.mark.parametrize("layout", ["mp2", "mp2 sp", pytest.param("dp2 mp2", marks=slow)])
 def test_replicas_do_not_drift_apart(layout: str, runs: Runs) -> None:
     """`fit` raises on every rank if any replica differs by a bit after any step."""
@@ -122,7 +143,10 @@ def test_replicas_do_not_drift_apart(layout: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("setting", "told"), [(ATTENTION, True), (HIDDEN, False)])
-def test_that_a_processor_is_slow_at_it_is_said(setting: str, told: bool, runs: Runs) -> None:
+def test_that_a_processor_is_slow_at_it_is_said(
+    setting: str, told: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
     run = runs.fit("one", "run", setting, "Engine.max_steps=1")
     said = "Model.attention_probs_dropout_prob=0.2: on a CPU attention with dropout is several"
     assert (said in notices(run)) == told

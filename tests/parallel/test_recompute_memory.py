@@ -13,15 +13,18 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from fourfold.cost.memory import memory_of
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
+from fourfold.model.kernels import usable
 from fourfold.parallel.recompute import (
     HostCopies,
     HostCopy,
     Recompute,
     apply_offload,
     apply_recompute,
+    remake_cheap_outputs,
 )
 
 BATCH, LENGTH = 4, 128
+COMPILED = usable(torch.device("cpu"), torch.float32)
 
 
 def shape_of(layers: int, dropout: float) -> ModelShape:
@@ -37,12 +40,16 @@ def shape_of(layers: int, dropout: float) -> ModelShape:
     )
 
 
-def measured(recompute: Recompute | None, layers: int, dropout: float) -> tuple[int, int]:
+def measured(
+    recompute: Recompute | None, layers: int, dropout: float, norms: bool | None = None
+) -> tuple[int, int]:
     """Bytes beside weights and gradients after a forward pass, and the most of the step."""
     model = GPT(shape_of(layers, dropout))
     initialize(model, seed=0)
     if recompute:
         apply_recompute(model, recompute)
+    if norms is not None:
+        remake_cheap_outputs(model, norms=norms)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     tracker = MemTracker()
     tracker.track_external(model)
@@ -54,11 +61,22 @@ def measured(recompute: Recompute | None, layers: int, dropout: float) -> tuple[
     return held["Total"] - held["Parameter"], peak["Total"]
 
 
-def priced(recompute: Recompute | None, layers: int, dropout: float) -> float:
+def priced(
+    recompute: Recompute | None,
+    layers: int,
+    dropout: float,
+    remakes: tuple[bool, bool] = (False, False),
+) -> float:
     """Bytes of the activations of that many layers, with what is at work."""
     network = Network.of(shape_of(layers, dropout), LENGTH)
     software = Software(
-        compute_bytes=4, residual_bytes=4, norm_bytes=4, mask_bytes=4, flash=dropout == 0
+        compute_bytes=4,
+        residual_bytes=4,
+        norm_bytes=4,
+        mask_bytes=4,
+        flash=dropout == 0 or COMPILED,
+        remakes_norms=remakes[0],
+        remakes_activation=remakes[1],
     )
     spread = Spread(micro_batch=BATCH)
     if recompute:
@@ -96,6 +114,25 @@ def test_layers_keep_what_their_price_says(recompute: Recompute | None, dropout:
     price = priced(recompute, 6, dropout) - priced(recompute, 2, dropout)
     print(f"{recompute}: {kept:,} bytes kept, {price:,.0f} priced")
     assert kept == pytest.approx(price, rel=0.01)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_what_is_made_again_is_not_kept_and_changes_nothing(norms: bool) -> None:
+    kept = measured(None, 6, 0.1, norms)[0] - measured(None, 2, 0.1, norms)[0]
+    price = [priced(None, layers, 0.1, (norms, True)) for layers in (2, 6)]
+    assert kept == pytest.approx(price[1] - price[0], rel=0.01)
+    gradients = []
+    for remade in (None, norms):
+        model = GPT(shape_of(3, 0.1))
+        initialize(model, seed=0)
+        if remade is not None:
+            remake_cheap_outputs(model, norms=remade)
+        tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 64
+        with torch.autocast("cpu", torch.bfloat16, enabled=norms):
+            model(tokens, tokens, dropout_seed=3).backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
 
 
 def test_a_chunk_is_made_whole_again_at_once() -> None:

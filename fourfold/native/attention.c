@@ -1,0 +1,319 @@
+/* Causal self-attention for training: softmax(scale q k^T) v, and its gradients.
+
+   A block of BLOCK queries of one head is held against all keys it may see at once, so a row of
+   scores is whole when it is normalised, and the half of the table above the diagonal is never
+   computed. Nothing of the size of the table is kept: the backward pass makes the scores again from
+   the logarithm of each row's sum. Dropout draws from a hash of (seed, sequence, head, query, key),
+   so it needs no table either, and a head drops the same wherever it is computed.
+
+   All products go through one micro-kernel, TILE rows by WIDTH columns held in registers. Its right
+   side is packed into panels of WIDTH columns; its left side is read in place, by rows or by
+   columns. Numbers are float32 inside, whatever q, k and v are. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "simd.h"
+
+#if WIDE
+#define TILE 12
+#else
+#define TILE 6
+#endif
+#define WIDTH (2 * VL)
+#define BLOCK 48 /* whole tiles */
+
+typedef struct {
+  int64_t sequences, heads, positions, size; /* B, H, T, K */
+  int64_t strides[3][3];                     /* of q, k, v: sequence, position, head */
+  int64_t gradient_strides[3];               /* of dq, dk and dv alike */
+  int64_t first_head;                        /* of the model's, where this process has some */
+  uint64_t seed;
+  float scale, dropout;
+  int32_t low; /* q, k, v, the output and all gradients are bfloat16 */
+} Shape;
+
+INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- products ---------------------------------------------------------------------------------*/
+
+/* c (TILE x WIDTH) = or += a (TILE x depth) times a panel (depth x WIDTH). */
+INLINE void tile(float *c, int64_t ldc, const float *a, int64_t row, int64_t column,
+                 const float *panel, int64_t depth, int add) {
+  vf sums[TILE][2];
+  UNROLL for (int i = 0; i < TILE; i++) {
+    sums[i][0] = add ? v_load(c + i * ldc) : v_zero();
+    sums[i][1] = add ? v_load(c + i * ldc + VL) : v_zero();
+  }
+  for (int64_t d = 0; d < depth; d++) {
+    vf left = v_load(panel + d * WIDTH), right = v_load(panel + d * WIDTH + VL);
+    UNROLL for (int i = 0; i < TILE; i++) {
+      vf x = v_set(a[i * row + d * column]);
+      sums[i][0] = v_fma(x, left, sums[i][0]);
+      sums[i][1] = v_fma(x, right, sums[i][1]);
+    }
+  }
+  UNROLL for (int i = 0; i < TILE; i++) {
+    v_store(c + i * ldc, sums[i][0]);
+    v_store(c + i * ldc + VL, sums[i][1]);
+  }
+}
+
+/* c (rows x columns) = a (rows x depth) times panels, each `panel` floats after the one before.
+   Rows are whole tiles and columns whole panels. */
+static void multiply(float *c, int64_t ldc, int64_t rows, int64_t columns, const float *a,
+                     int64_t lda, const float *panels, int64_t panel, int64_t depth) {
+  for (int64_t j = 0; j < columns; j += WIDTH)
+    for (int64_t i = 0; i < rows; i += TILE)
+      tile(c + i * ldc + j, ldc, a + i * lda, lda, 1, panels + j / WIDTH * panel, depth, 0);
+}
+
+/* c (rows x columns) += the transpose of a (depth x rows) times panels. */
+static void multiply_transposed(float *c, int64_t ldc, int64_t rows, int64_t columns,
+                                const float *a, int64_t lda, const float *panels, int64_t panel,
+                                int64_t depth) {
+  for (int64_t j = 0; j < columns; j += WIDTH)
+    for (int64_t i = 0; i < rows; i += TILE)
+      tile(c + i * ldc + j, ldc, a + i, 1, lda, panels + j / WIDTH * panel, depth, 1);
+}
+
+/* ---- rows in and out --------------------------------------------------------------------------*/
+
+/* `rows` rows of `size` numbers, each filled up with zeros to `width`, and zeros to `all` rows. */
+static void load_rows(float *to, int64_t width, int64_t all, const void *from, int64_t at,
+                      int64_t stride, int64_t rows, int64_t size, int low) {
+  for (int64_t t = 0; t < rows; t++) {
+    float *row = to + t * width;
+    if (low) {
+      const uint16_t *x = (const uint16_t *)from + at + t * stride;
+      for (int64_t d = 0; d < size; d++) row[d] = of_bf16(x[d]);
+    } else
+      memcpy(row, (const float *)from + at + t * stride, size * sizeof(float));
+    for (int64_t d = size; d < width; d++) row[d] = 0;
+  }
+  memset(to + rows * width, 0, (all - rows) * width * sizeof(float));
+}
+
+static void store_rows(void *to, int64_t at, int64_t stride, const float *from, int64_t width,
+                       int64_t rows, int64_t size, int low) {
+  for (int64_t t = 0; t < rows; t++) {
+    const float *row = from + t * width;
+    if (low) {
+      uint16_t *y = (uint16_t *)to + at + t * stride;
+      for (int64_t d = 0; d < size; d++) y[d] = bf16_of(row[d]);
+    } else
+      memcpy((float *)to + at + t * stride, row, size * sizeof(float));
+  }
+}
+
+/* rows (n x width) into panels over their columns: [width / WIDTH][n][WIDTH]. */
+static void pack(float *panels, const float *rows, int64_t width, int64_t n) {
+  for (int64_t p = 0; p < width; p += WIDTH)
+    for (int64_t t = 0; t < n; t++)
+      memcpy(panels + p * n + t * WIDTH, rows + t * width + p, WIDTH * sizeof(float));
+}
+
+/* The transpose of rows (n x width) into panels: [n / WIDTH][width][WIDTH]. */
+static void pack_transposed(float *panels, const float *rows, int64_t width, int64_t n) {
+  for (int64_t t = 0; t < n; t += WIDTH)
+    for (int64_t j = 0; j < WIDTH; j++)
+      for (int64_t d = 0; d < width; d++)
+        panels[t * width + d * WIDTH + j] = rows[(t + j) * width + d];
+}
+
+/* ---- rows of the table ------------------------------------------------------------------------*/
+
+/* Every bit of the result depends on every bit of x (Murmur's finalizer). */
+INLINE uint32_t scramble(uint32_t x) {
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  x = (x ^ x >> 13) * 0xc2b2ae35u;
+  return x ^ x >> 16;
+}
+
+static uint32_t row_key(const Shape *s, int64_t sequence, int64_t head, int64_t query) {
+  uint32_t key = scramble((uint32_t)s->seed ^ 0x9e3779b9u);
+  key = scramble(key ^ (uint32_t)(s->seed >> 32));
+  key = scramble(key ^ (uint32_t)sequence);
+  key = scramble(key ^ (uint32_t)(s->first_head + head));
+  return scramble(key ^ (uint32_t)query);
+}
+
+static void drop(float *to, const float *from, int64_t start, int64_t stop, uint32_t key,
+                 float dropout) {
+  uint32_t threshold = (uint32_t)((double)dropout * 4294967296.0);
+  float factor = 1.0f / (1.0f - dropout);
+#pragma omp simd
+  for (int64_t j = start; j < stop; j++)
+    to[j] = scramble(key + (uint32_t)j * 0x9e3779b9u) >= threshold ? from[j] * factor : 0.0f;
+}
+
+/* Zeros outside of start to stop, of what is computed: first to last, both whole vectors. */
+INLINE void clear(float *row, int64_t first, int64_t start, int64_t stop, int64_t last) {
+  for (int64_t j = first; j < start; j++) row[j] = 0;
+  for (int64_t j = stop; j < last; j++) row[j] = 0;
+}
+
+/* Scores of start to stop become probabilities; returns the logarithm of their sum. */
+static float normalize(float *row, int64_t first, int64_t start, int64_t stop, int64_t last,
+                       float scale) {
+  float most = row[start];
+#pragma omp simd reduction(max : most)
+  for (int64_t j = start; j < stop; j++) most = row[j] > most ? row[j] : most;
+  vf lowest = v_set(most * scale), by = v_set(scale), sums = v_zero();
+  int64_t from = start / VL * VL, to = up(stop, VL);
+  for (int64_t j = from; j < to; j += VL)
+    v_store(row + j, v_exp(v_sub(v_mul(v_load(row + j), by), lowest)));
+  clear(row, first, start, stop, last);
+  for (int64_t j = from; j < to; j += VL) sums = v_add(sums, v_load(row + j));
+  float sum = v_sum(sums);
+  vf share = v_set(1.0f / sum);
+  for (int64_t j = from; j < to; j += VL) v_store(row + j, v_mul(v_load(row + j), share));
+  return most * scale + logf(sum);
+}
+
+/* The keys a block of queries sees: whole panels from `first` to `last`. */
+typedef struct {
+  int64_t first, last;
+} Span;
+
+static Span span_of(const int32_t *starts, int64_t begin, int64_t end) {
+  int64_t first = starts ? starts[begin] : 0;
+  for (int64_t i = begin; starts && i < end; i++) first = least(first, starts[i]);
+  return (Span){first / WIDTH * WIDTH, up(end, WIDTH)};
+}
+
+static float *floats(int64_t count) { return aligned_alloc(64, up(count * sizeof(float), 64)); }
+
+/* ---- the two passes ---------------------------------------------------------------------------*/
+
+/* `starts` (B, T) is the first key each query may see; NULL: the first of all. The output is
+   (B, T, H, K), the logarithms of the sums (B, H, T). Returns 1 where memory ran out. */
+int attention_forward(const Shape *s, const void *q, const void *k, const void *v,
+                      const int32_t *starts, void *out, float *sums) {
+  int64_t T = s->positions, K = s->size, wide = up(K, WIDTH), keys = up(T, WIDTH);
+  int64_t rows = up(T, BLOCK), (*strides)[3] = (int64_t (*)[3])s->strides;
+  int failed = 0;
+#pragma omp parallel
+  {
+    float *own = floats((rows + 3 * keys) * wide + BLOCK * (keys + wide));
+    float *queries = own, *plain = queries + rows * wide, *keys_t = plain + keys * wide,
+          *values = keys_t + keys * wide, *table = values + keys * wide,
+          *mixed = table + BLOCK * keys;
+    if (!own) failed = 1;
+#pragma omp for schedule(dynamic)
+    for (int64_t job = 0; job < s->sequences * s->heads; job++) {
+      if (failed) continue;
+      int64_t b = job / s->heads, h = job % s->heads, at[3];
+      for (int i = 0; i < 3; i++) at[i] = b * strides[i][0] + h * strides[i][2];
+      const int32_t *from = starts ? starts + b * T : NULL;
+      load_rows(queries, wide, rows, q, at[0], strides[0][1], T, K, s->low);
+      load_rows(plain, wide, keys, k, at[1], strides[1][1], T, K, s->low);
+      pack_transposed(keys_t, plain, wide, keys);
+      load_rows(plain, wide, keys, v, at[2], strides[2][1], T, K, s->low);
+      pack(values, plain, wide, keys);
+      for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
+        int64_t end = least(i0 + BLOCK, T);
+        Span seen = span_of(from, i0, end);
+        multiply(table + seen.first, keys, BLOCK, seen.last - seen.first, queries + i0 * wide, wide,
+                 keys_t + seen.first * wide, WIDTH * wide, K);
+        for (int64_t i = i0; i < i0 + BLOCK; i++) {
+          float *row = table + (i - i0) * keys;
+          if (i >= T) {
+            clear(row, seen.first, seen.last, 0, 0);
+            continue;
+          }
+          int64_t start = from ? from[i] : 0;
+          sums[job * T + i] = normalize(row, seen.first, start, i + 1, seen.last, s->scale);
+          if (s->dropout > 0) drop(row, row, start, i + 1, row_key(s, b, h, i), s->dropout);
+        }
+        multiply(mixed, wide, BLOCK, wide, table + seen.first, keys, values + seen.first * WIDTH,
+                 keys * WIDTH, seen.last - seen.first);
+        store_rows(out, ((b * T + i0) * s->heads + h) * K, s->heads * K, mixed, wide, end - i0, K,
+                   s->low);
+      }
+    }
+    free(own);
+  }
+  return failed;
+}
+
+/* `out` and its gradient are (B, T, H, K). */
+int attention_backward(const Shape *s, const void *q, const void *k, const void *v,
+                       const int32_t *starts, const void *out, const float *sums, const void *grad,
+                       void *dq, void *dk, void *dv) {
+  int64_t T = s->positions, K = s->size, wide = up(K, WIDTH), keys = up(T, WIDTH);
+  int64_t rows = up(T, BLOCK), (*strides)[3] = (int64_t (*)[3])s->strides;
+  int64_t line = up(keys + TILE, VL); /* of the table, whose columns are also cut into tiles */
+  int failed = 0;
+#pragma omp parallel
+  {
+    int64_t tables = BLOCK * line, block = BLOCK * wide, tall = (keys + TILE) * wide;
+    float *own = floats(3 * rows * wide + 4 * keys * wide + 3 * tables + 2 * block + 2 * tall);
+    float *queries = own, *grads = queries + rows * wide, *outs = grads + rows * wide,
+          *plain = outs + rows * wide, *keys_t = plain + keys * wide,
+          *values_t = keys_t + keys * wide, *packed = values_t + keys * wide,
+          *p = packed + keys * wide, *dp = p + tables, *kept = dp + tables, *some = kept + tables,
+          *panel = some + block, *dkeys = panel + block, *dvalues = dkeys + tall;
+    if (!own) failed = 1;
+#pragma omp for schedule(dynamic)
+    for (int64_t job = 0; job < s->sequences * s->heads; job++) {
+      if (failed) continue;
+      int64_t b = job / s->heads, h = job % s->heads, at[3];
+      for (int i = 0; i < 3; i++) at[i] = b * strides[i][0] + h * strides[i][2];
+      int64_t here = (b * T * s->heads + h) * K, unit = s->heads * K;
+      int64_t to = b * s->gradient_strides[0] + h * s->gradient_strides[2],
+              step = s->gradient_strides[1];
+      const int32_t *from = starts ? starts + b * T : NULL;
+      load_rows(queries, wide, rows, q, at[0], strides[0][1], T, K, s->low);
+      load_rows(plain, wide, keys, k, at[1], strides[1][1], T, K, s->low);
+      pack_transposed(keys_t, plain, wide, keys);
+      pack(packed, plain, wide, keys);
+      load_rows(plain, wide, keys, v, at[2], strides[2][1], T, K, s->low);
+      pack_transposed(values_t, plain, wide, keys);
+      load_rows(grads, wide, rows, grad, here, unit, T, K, s->low);
+      load_rows(outs, wide, rows, out, here, unit, T, K, s->low);
+      memset(dkeys, 0, 2 * tall * sizeof(float));
+      for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
+        int64_t end = least(i0 + BLOCK, T);
+        Span seen = span_of(from, i0, end);
+        int64_t first = seen.first, width = seen.last - first, tiled = up(width, TILE);
+        multiply(p + first, line, BLOCK, width, queries + i0 * wide, wide, keys_t + first * wide,
+                 WIDTH * wide, K);
+        multiply(dp + first, line, BLOCK, width, grads + i0 * wide, wide, values_t + first * wide,
+                 WIDTH * wide, K);
+        for (int64_t i = i0; i < i0 + BLOCK; i++) {
+          float *own_p = p + (i - i0) * line, *own_dp = dp + (i - i0) * line,
+                *own_kept = kept + (i - i0) * line;
+          int64_t start = from && i < T ? from[i] : 0, stop = i < T ? i + 1 : 0;
+          vf level = v_set(i < T ? sums[job * T + i] : 0), by = v_set(s->scale), dots = v_zero();
+          for (int64_t d = 0; d < wide; d += VL)
+            dots = v_fma(v_load(grads + i * wide + d), v_load(outs + i * wide + d), dots);
+          vf delta = v_set(v_sum(dots));
+          uint32_t key = s->dropout > 0 ? row_key(s, b, h, i) : 0;
+          if (s->dropout > 0) drop(own_dp, own_dp, start, stop, key, s->dropout);
+          for (int64_t j = start / VL * VL; j < stop; j += VL) {
+            vf share = v_exp(v_sub(v_mul(v_load(own_p + j), by), level));
+            v_store(own_p + j, share);
+            v_store(own_dp + j, v_mul(v_mul(share, v_sub(v_load(own_dp + j), delta)), by));
+          }
+          clear(own_p, first, start, stop, first + tiled);
+          clear(own_dp, first, start, stop, first + tiled);
+          if (s->dropout > 0) drop(own_kept, own_p, first, first + tiled, key, s->dropout);
+        }
+        multiply(some, wide, BLOCK, wide, dp + first, line, packed + first * WIDTH, keys * WIDTH,
+                 width);
+        store_rows(dq, to + i0 * step, step, some, wide, end - i0, K, s->low);
+        pack(panel, grads + i0 * wide, wide, BLOCK);
+        multiply_transposed(dvalues + first * wide, wide, tiled, wide,
+                            (s->dropout > 0 ? kept : p) + first, line, panel, BLOCK * WIDTH, BLOCK);
+        pack(panel, queries + i0 * wide, wide, BLOCK);
+        multiply_transposed(dkeys + first * wide, wide, tiled, wide, dp + first, line, panel,
+                            BLOCK * WIDTH, BLOCK);
+      }
+      store_rows(dk, to, step, dkeys, wide, T, K, s->low);
+      store_rows(dv, to, step, dvalues, wide, T, K, s->low);
+    }
+    free(own);
+  }
+  return failed;
+}
