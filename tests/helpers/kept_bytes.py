@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 from torch import Tensor, nn
+
+from fourfold.parallel import recompute
 
 
 def kept_bytes(model: nn.Module, tokens: Tensor) -> int:
@@ -18,7 +23,18 @@ def kept_bytes(model: nn.Module, tokens: Tensor) -> int:
             seen[storage.data_ptr()] = tensor  # held, so that its memory is nobody else's
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    real = recompute.saved_tensors_hooks
+
+    def inner(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """Of nested hooks autograd calls the innermost alone."""
+
+        def packed(tensor: Tensor) -> Any:
+            kept = pack(tensor)
+            return keep(kept) if isinstance(kept, Tensor) else kept
+
+        return real(packed, unpack)
+
+    with patch.object(recompute, "saved_tensors_hooks", inner), real(keep, lambda tensor: tensor):
         loss = model(tokens, tokens)
     kept = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
     del loss
