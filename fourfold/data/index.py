@@ -118,23 +118,35 @@ def build_sample_index(
     Every row but the first points at a token, so empty documents are never pointed at; the first
     row is the beginning, whatever is there.
     """
-    # Gathering from an array that is not aligned, as in an .idx file, copies it whole each time.
-    sizes = np.require(sizes, requirements="A")
     seq_len, rows = plan.seq_len, plan.num_samples + 1
     index = np.zeros((rows, 2), sample_index_dtype(sizes))  # (N+1, 2)
+    # In an .idx file lengths are not aligned, and numpy would copy them all to take some; bytes it
+    # takes from anywhere.
+    held = np.ascontiguousarray(sizes).view(f"V{sizes.itemsize}")
+    taken = np.empty(min(DOCUMENTS_AT_ONCE, len(document_index)), held.dtype)
+    numbers = np.arange(len(taken), dtype=np.int32)
     begin = 0
     for first in range(0, len(document_index), DOCUMENTS_AT_ONCE):
-        lengths = sizes[document_index[first : first + DOCUMENTS_AT_ONCE]]
-        ends = np.cumsum(lengths, dtype=np.int64) + begin
-        end = int(ends[-1])
-        row, next_row = -(-begin // seq_len), min(-(-end // seq_len), rows)
-        starts = np.arange(row, next_row, dtype=np.int64) * seq_len
+        documents = document_index[first : first + DOCUMENTS_AT_ONCE]
+        # All are there; with the default mode numpy would take into a buffer first.
+        held.take(documents, out=taken[: len(documents)], mode="clip")
+        lengths = taken[: len(documents)].view(sizes.dtype)
+        # Tokens are counted from the block's beginning, in 32 bits wherever they fit.
+        fit = int(lengths.max()) * len(lengths) + seq_len < 2**32
+        ends = np.cumsum(lengths, dtype=np.uint32 if fit else np.uint64)
+        row, end = -(-begin // seq_len), begin + int(ends[-1])
+        count = min(-(-end // seq_len), rows) - row
+        start = row * seq_len - begin  # of the first row, less than seq_len
         # Of the rows before a document's end, those not before its beginning lie in it.
-        rows_before_end = (ends + (seq_len - 1)) // seq_len
-        within = np.diff(rows_before_end, prepend=row)
-        position = np.repeat(np.arange(len(ends)), within)[: len(starts)]
-        index[row:next_row, 0] = position + first
-        index[row:next_row, 1] = starts - (ends[position] - lengths[position])
+        before_end = (ends + ends.dtype.type(seq_len - 1 - start)) // ends.dtype.type(seq_len)
+        within = np.diff(before_end, prepend=before_end.dtype.type(0)).view(f"i{ends.itemsize}")
+        position = numbers[: len(ends)].repeat(within)[:count]
+        starts = np.arange(start, start + count * seq_len, seq_len, dtype=ends.dtype)
+        ends -= lengths.astype(ends.dtype, copy=False)
+        starts -= ends[position]
+        position += first
+        index[row : row + count, 0] = position
+        index[row : row + count, 1] = starts
         begin = end
         heartbeat.alive()
     index[0] = 0
@@ -218,10 +230,15 @@ def _listed(ranges: Sequence[tuple[int, int]], times: int) -> np.ndarray:
     """The documents of the part in file order, that many times over."""
     dtype = document_index_dtype(ranges)
     index = np.empty(times * sum(last - first for first, last in ranges), dtype)
+    once = index[: len(index) // times] if times else index
     position = 0
-    for first, last in [*ranges] * times:
-        index[position : position + last - first] = np.arange(first, last, dtype=dtype)
-        position += last - first
+    for first, last in ranges if times else ():
+        for start in range(first, last, ROWS_AT_ONCE):  # not all in memory twice
+            block = np.arange(start, min(start + ROWS_AT_ONCE, last), dtype=dtype)
+            once[position : position + len(block)] = block
+            position += len(block)
+    for epoch in range(1, times):
+        index[epoch * len(once) : (epoch + 1) * len(once)] = once
     return index
 
 

@@ -36,6 +36,8 @@ MAX_SOURCES = 2**15 - 1
 STRETCHES = 4096
 SHORTEST_STRETCH = 256
 WARM_UP = 64
+ROWS_TOGETHER = 16
+SAMPLES_AT_ONCE = 1 << 16
 SIDE_BY_SIDE = 16
 
 
@@ -358,9 +360,13 @@ def blend_index(shares: np.ndarray, size: int) -> cache.Arrays:
     """Source of each sample, and the sample's number within that source."""
     sources = choose_sources(shares, size)  # (S,)
     numbers = np.empty(size, np.int64)
-    for source in range(len(shares)):
-        chosen = sources == source
-        numbers[chosen] = np.arange(np.count_nonzero(chosen))
+    taken = [0] * len(shares)
+    for start in range(0, size, SAMPLES_AT_ONCE):
+        block, out = (array[start : start + SAMPLES_AT_ONCE] for array in (sources, numbers))
+        for source, before in enumerate(taken):
+            chosen = np.flatnonzero(block == source)
+            out[chosen] = np.arange(before, before + len(chosen))
+            taken[source] += len(chosen)
     return {"source_index": sources, "source_sample_index": numbers}
 
 
@@ -416,21 +422,33 @@ def _run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`steps` choices from each start: sources (K, steps) and the counts after them (K, n)."""
     counts = begin.T.copy()  # (n, K)
-    chosen = np.empty((steps, len(first)), np.int16)
+    chosen = np.empty((len(first), steps), np.int16)
+    # A column of that is written slowly, so some are gathered as rows.
+    rows = np.zeros((ROWS_TOGETHER, len(first)), np.int16)
     sample = first.astype(np.float64)
     column = shares[:, None]
-    for row in chosen:
-        behind = column * np.maximum(sample, 1.0) - counts  # (n, K)
-        most = behind[0]
-        row[:] = 0
+    behind, scale = np.empty_like(counts), np.empty_like(sample)
+    is_so = np.zeros(len(first), bool)
+    for step in range(steps):
+        np.maximum(sample, 1.0, out=scale)
+        np.multiply(column, scale, out=behind)
+        behind -= counts  # (n, K)
+        row, most = rows[step % ROWS_TOGETHER], behind[0]
         for source in range(1, len(shares)):
-            larger = behind[source] > most
-            row[larger] = source
-            most = np.maximum(most, behind[source])
+            np.greater(behind[source], most, out=is_so)
+            if source == 1:
+                row[:] = is_so
+            else:
+                np.copyto(row, source, where=is_so)
+            if source + 1 < len(shares):
+                np.maximum(behind[source], most, out=most)
         for source, taken in enumerate(counts):
-            taken += row == source
+            taken += np.equal(row, source, out=is_so)
         sample += 1
-    return np.ascontiguousarray(chosen.T), counts.T.copy()
+        if (step + 1) % ROWS_TOGETHER == 0 or step + 1 == steps:
+            begun = step - step % ROWS_TOGETHER
+            chosen[:, begun : step + 1] = rows[: step + 1 - begun].T
+    return chosen, counts.T.copy()
 
 
 def _walk(

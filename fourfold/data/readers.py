@@ -25,6 +25,7 @@ from fourfold.data.datasets import (
     document_starts,
     files_of,
     formats_at,
+    passing_blocks,
     prefix_of,
     read_manifest,
 )
@@ -242,9 +243,8 @@ def _read_header(index: np.ndarray, idx: Path) -> tuple[np.dtype, int, int]:
 def _check_sequences(sizes: np.ndarray, pointers: np.ndarray, itemsize: int, idx: Path) -> int:
     """Sizes are not negative and pointers follow from them; returns the number of tokens."""
     total = 0
-    for first in range(0, len(sizes), BLOCK):
+    for first, pointer in zip(range(0, len(sizes), BLOCK), passing_blocks(pointers)):
         size = sizes[first : first + BLOCK].astype(np.int64)
-        pointer = pointers[first : first + BLOCK]
         if size.min() < 0:
             at = first + int(size.argmin())
             raise DataError(f"{idx}: size of sequence {at} is {sizes[at]}; the index is damaged")
@@ -270,7 +270,7 @@ def _check_document_index(document_index: np.ndarray, sequences: int, idx: Path)
             f"{idx}: the document index runs from {first} to {last}, not from 0 to {sequences}"
         )
     previous = 0
-    for block in blocks(document_index):
+    for block in passing_blocks(document_index):
         if block[0] < previous or np.any(block[1:] < block[:-1]):
             raise DataError(f"{idx}: the document index decreases; the index is damaged")
         previous = int(block[-1])

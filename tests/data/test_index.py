@@ -192,6 +192,20 @@ def test_documents_longer_than_int32() -> None:
     assert index.tolist() == [[0, 0], [0, 2**31], [0, 2**32], [0, 3 * 2**31]]
 
 
+def test_blocks_beyond_32_bits_and_lengths_that_are_not_aligned() -> None:
+    """As a view of an .idx file, whose header has 34 bytes."""
+    sizes = [2**31 - 1, 5, 0, 2**31 - 1, 2**31 - 7, 1, 2**30]
+    file = np.zeros(34 + 4 * len(sizes), np.uint8)
+    lengths = file[34:].view(np.int32)
+    lengths[:] = sizes
+    assert not lengths.flags.aligned
+    seq_len, documents = 3 * 2**27, [3, 0, 6, 1, 2, 5, 4]
+    plan = plan_indices(len(sizes), sum(sizes), seq_len, 5)
+    index = build_sample_index(lengths, np.array(documents, np.int32), plan)
+    assert index.dtype == np.int32
+    assert index.tolist() == walk(sizes, documents, seq_len, plan.num_samples)
+
+
 def test_a_part_without_tokens_has_no_samples() -> None:
     assert plan_indices(0, 0, 8, 100).num_samples == 0
     assert plan_indices(3, 0, 8, 100).num_samples == 0
