@@ -66,11 +66,7 @@ class Tokenizer:
     """One vocabulary. Built by `Tokenizer.load` or `train`."""
 
     def __init__(self, file: TokenizerFile) -> None:
-        # Training text is never cut or padded, whatever the file's own defaults say.
-        file.no_truncation()
-        file.no_padding()
-        file.encode_special_tokens = True
-        self._file = file
+        self._file = _as_data(file)
         self._specials = {
             str(token.content): token_id
             for token_id, token in file.get_added_tokens_decoder().items()
@@ -94,6 +90,20 @@ class Tokenizer:
         self.older_identity: str | None = None
         if ranks is None:
             self.older_identity = hashlib.sha256(file.to_str().encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what was found out about the file, which is read again if needed."""
+        here = ("_file", "_pieces", "_pieces_free")
+        state = {name: value for name, value in vars(self).items() if name not in here}
+        return state | {"_text": self._file.to_str()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._pieces_free = threading.Lock()
+
+    @cached_property
+    def _file(self) -> TokenizerFile:
+        return _as_data(TokenizerFile.from_str(vars(self)["_text"]))
 
     def is_known_as(self, identity: object) -> bool:
         """Whether data or a checkpoint that names this identity means this tokenizer."""
@@ -280,6 +290,14 @@ def train(
             f"not vocab_size={vocab_size}; give more text or ask for at most {learned}"
         )
     return Tokenizer(file)
+
+
+def _as_data(file: TokenizerFile) -> TokenizerFile:
+    """Text is never cut or padded, whatever the file's own defaults say, and never a command."""
+    file.no_truncation()
+    file.no_padding()
+    file.encode_special_tokens = True
+    return file
 
 
 def _plain_byte_level(model: models.BPE) -> TokenizerFile:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,16 +134,17 @@ def build_sample_index(
         lengths = taken[: len(documents)].view(sizes.dtype)
         # Tokens are counted from the block's beginning, in 32 bits wherever they fit.
         fit = int(lengths.max()) * len(lengths) + seq_len < 2**32
-        ends = np.cumsum(lengths, dtype=np.uint32 if fit else np.uint64)
+        number: Any = np.uint32 if fit else np.uint64
+        ends: np.ndarray = np.cumsum(lengths, dtype=number)
         row, end = -(-begin // seq_len), begin + int(ends[-1])
         count = min(-(-end // seq_len), rows) - row
         start = row * seq_len - begin  # of the first row, less than seq_len
         # Of the rows before a document's end, those not before its beginning lie in it.
-        before_end = (ends + ends.dtype.type(seq_len - 1 - start)) // ends.dtype.type(seq_len)
-        within = np.diff(before_end, prepend=before_end.dtype.type(0)).view(f"i{ends.itemsize}")
+        before_end = (ends + number(seq_len - 1 - start)) // number(seq_len)
+        within = np.diff(before_end, prepend=number(0)).view(f"i{ends.itemsize}")
         position = numbers[: len(ends)].repeat(within)[:count]
-        starts = np.arange(start, start + count * seq_len, seq_len, dtype=ends.dtype)
-        ends -= lengths.astype(ends.dtype, copy=False)
+        starts: np.ndarray = np.arange(start, start + count * seq_len, seq_len, dtype=number)
+        ends -= lengths.astype(number)
         starts -= ends[position]
         position += first
         index[row : row + count, 0] = position

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.errors import DataError, UserError
-from fourfold.tools.prepare.documents import BadLine, ChunkReader, TextRule
+from fourfold.tools.prepare.documents import BadLine, ChunkReader, TextRule, text_stretches
 from fourfold.tools.prepare.input_files import InputFile, describe_input, find_inputs
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
@@ -34,7 +34,13 @@ def read_whole(file: InputFile, rule: TextRule) -> list[object]:
 
 
 def read_chunks(file: InputFile, rule: TextRule, size: int, readers: int = 1) -> list[object]:
-    """In chunks of `size`, shared out to several readers in turn, as to several workers."""
+    """In chunks of `size`, shared out to several readers in turn, as to several workers.
+
+    With 0 readers a compressed file is decompressed once for all, as for several workers too.
+    """
+    if readers == 0 and file.compression:
+        return read_stretches(file, rule, size)
+    readers = max(readers, 1)
     ranks = [ChunkReader(rule) for _ in range(readers)]
     found: list[object] = []
     lines = chunk = 0
@@ -45,6 +51,16 @@ def read_chunks(file: InputFile, rule: TextRule, size: int, readers: int = 1) ->
         chunk += 1
         if reader.ended or (not file.compression and chunk * size >= file.num_bytes):
             return found
+
+
+def read_stretches(file: InputFile, rule: TextRule, size: int) -> list[object]:
+    found: list[object] = []
+    lines, reader = 0, ChunkReader(rule)
+    for chunk, stretch in text_stretches(file, rule, size, lambda chunk: True):
+        assert stretch is not None and not reader.ended
+        found += [place(lines, each) for each in reader.documents(file, chunk, size, stretch)]
+        lines += reader.num_lines
+    return found
 
 
 # The rule for .txt files written out on whole text, with Python's own idea of a line.
@@ -73,7 +89,7 @@ ENDINGS = st.sampled_from(sorted(COMPRESSORS))
     text=st.text("ab é\u3000\x1c\r\n\n\n", max_size=60),
     size=SIZES,
     ending=ENDINGS,
-    readers=st.integers(1, 3),
+    readers=st.integers(0, 3),
 )
 def test_blank_line_documents(
     directory: Path, text: str, size: int, ending: str, readers: int
@@ -91,7 +107,7 @@ def test_blank_line_documents(
     text=st.text("ab é\u3000\x1c\r\n\n", max_size=60),
     size=SIZES,
     ending=ENDINGS,
-    readers=st.integers(1, 3),
+    readers=st.integers(0, 3),
 )
 def test_line_documents(directory: Path, text: str, size: int, ending: str, readers: int) -> None:
     path = directory / f"lines.txt{ending}"
@@ -113,7 +129,7 @@ def test_line_documents(directory: Path, text: str, size: int, ending: str, read
     last=st.sampled_from([b"", b"\n"]),
     size=SIZES,
     ending=ENDINGS,
-    readers=st.integers(1, 3),
+    readers=st.integers(0, 3),
 )
 def test_json_lines(
     directory: Path, lines: list[bytes], last: bytes, size: int, ending: str, readers: int
@@ -147,7 +163,7 @@ def test_json_lines(
     kind=st.sampled_from(["txt", "jsonl"]),
     ending=st.sampled_from([".gz", ".zst"]),
     size=SIZES,
-    readers=st.integers(1, 3),
+    readers=st.integers(0, 3),
     data=st.data(),
 )
 def test_a_broken_archive_is_said_once_whatever_the_chunks(

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def write_inputs(directory: Path, megabytes: float) -> list[Path]:
     return [directory / "a.jsonl", directory / "b.jsonl.gz"]
 
 
+def write_archive(directory: Path, megabytes: float) -> list[Path]:
+    """One file, large enough to be cut: one process decompresses it for both workers."""
+    chance = random.Random(0)
+    texts = [f"the cat {chance.getrandbits(200):x}\n" * 8 for _ in range(int(megabytes * 2000))]
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+    (directory / "c.jsonl.gz").write_bytes(gzip.compress(lines + b"bad\n", 1))
+    return [directory / "c.jsonl.gz"]
+
+
 def files_of(prefix: Path) -> dict[str, bytes]:
     found = [
         prefix.with_name(f"{prefix.name}_text_document.{end}") for end in ("bin", "idx", "json")
@@ -65,9 +75,14 @@ def files_of(prefix: Path) -> dict[str, bytes]:
 
 
 def killed_and_resumed(
-    tmp_path: Path, script: Path, tokenizer_file: Path, megabytes: float, kills: int
+    tmp_path: Path,
+    script: Path,
+    tokenizer_file: Path,
+    megabytes: float,
+    kills: int,
+    write: Callable[[Path, float], list[Path]] = write_inputs,
 ) -> None:
-    inputs = list(map(str, write_inputs(tmp_path, megabytes)))
+    inputs = list(map(str, write(tmp_path, megabytes)))
 
     def command(name: str) -> list[str]:
         place = [str(tokenizer_file), str(tmp_path / name), "2", "20000"]
@@ -108,6 +123,12 @@ def killed_and_resumed(
 
 def test_killed_and_resumed(tmp_path: Path, script: Path, tokenizer_file: Path) -> None:
     killed_and_resumed(tmp_path, script, tokenizer_file, megabytes=0.3, kills=4)
+
+
+def test_killed_and_resumed_with_one_large_archive(
+    tmp_path: Path, script: Path, tokenizer_file: Path
+) -> None:
+    killed_and_resumed(tmp_path, script, tokenizer_file, megabytes=1, kills=3, write=write_archive)
 
 
 @pytest.mark.slow

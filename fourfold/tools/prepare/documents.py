@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.errors import DataError, UserError
-from fourfold.tools.prepare.input_files import TOO_LONG, InputFile, Line, LineReader
+from fourfold.tools.prepare.input_files import (
+    TOO_LONG,
+    DecompressedText,
+    InputFile,
+    Line,
+    LineReader,
+    TextStretch,
+)
 
 # With the copies a document goes through, this keeps a process below one gigabyte.
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -27,6 +35,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PRINTABLE = range(0x21, 0x7F)
 _ROWS_AT_ONCE = 64
 _LINES_AT_ONCE = 4096
+_BLOCK_BYTES = 1 << 18
+_LINE_END, _BLANK_LINE = re.compile(rb"\n"), re.compile(rb"\n[ \t\r]*\n")
 SEPARATORS = ("blank-line", "line", "file")
 _TOO_LONG = "longer than --max-document-mb allows"
 
@@ -71,6 +81,58 @@ def num_chunks(file: InputFile, rule: TextRule, chunk_bytes: int) -> int | None:
     return max(1, -(-file.num_bytes // chunk_bytes))
 
 
+def text_stretches(
+    file: InputFile, rule: TextRule, chunk_bytes: int, is_wanted: Callable[[int], bool]
+) -> Iterator[tuple[int, TextStretch | None]]:
+    """Of a compressed file, decompressed once, what the reader of each chunk needs; None for those
+    that nobody wants.
+
+    That is the chunk with the byte before it, which says whether a line begins with the chunk, and
+    what follows up to the end of its last line, or of a document that may go on beyond.
+    """
+    is_open = file.kind == "txt" and rule.document_separator == "blank-line"
+    end_of = _BLANK_LINE if is_open else _LINE_END
+    beyond = 2 * rule.max_document_bytes + 3  # enough to see that a document is too long
+    held, origin = bytearray(), 0
+    with DecompressedText(file.path, file.compression) as text:
+        for chunk in count():
+            start, end = max(chunk * chunk_bytes - 1, 0), (chunk + 1) * chunk_bytes
+            ended = not _extend(held, text, end - origin)
+            stretch = None
+            if is_wanted(chunk):
+                last = end - 1 - origin
+                size = _needed(held, text, last, end_of, last + beyond)
+                with memoryview(held) as view:
+                    content = bytes(view[start - origin : size])
+                damage = text.damage if size == len(held) else ""
+                stretch = TextStretch(start, content, damage, text.source_bytes)
+            yield chunk, stretch
+            if ended:
+                return
+            del held[: end - 1 - origin]
+            origin = end - 1
+
+
+def _extend(held: bytearray, text: DecompressedText, size: int) -> bool:
+    """Read until at least `size` bytes are held; False if the text has no more."""
+    while len(held) < size:
+        block = text.read(_BLOCK_BYTES)
+        if not block:
+            return False
+        held += block
+    return True
+
+
+def _needed(
+    held: bytearray, text: DecompressedText, last: int, end_of: re.Pattern[bytes], most: int
+) -> int:
+    """How much of the text, of which more is read, goes up to an end at or after byte `last`."""
+    while (found := end_of.search(held, last)) is None and len(held) < most:
+        if not _extend(held, text, min(2 * len(held) - last + _BLOCK_BYTES, most)):
+            break
+    return min(most, len(held) if found is None else found.end())
+
+
 class ChunkReader:
     """Iterates over the documents of chunks, one chunk at a time.
 
@@ -88,16 +150,23 @@ class ChunkReader:
         self._stream: LineReader | None = None
 
     def documents(
-        self, file: InputFile, chunk: int, chunk_bytes: int | None
+        self,
+        file: InputFile,
+        chunk: int,
+        chunk_bytes: int | None,
+        stretch: TextStretch | None = None,
     ) -> Iterator[str | BadLine]:
-        """The documents of one chunk; of the whole file where `chunk_bytes` is None."""
+        """The documents of one chunk; of the whole file where `chunk_bytes` is None.
+
+        With its `stretch` (see `text_stretches`) the file itself is not read.
+        """
         self.num_lines, self.ended = 0, chunk_bytes is None
         if file.kind == "parquet":
             yield from self._parquet_documents(file.path, chunk)
             return
         start = 0 if chunk_bytes is None else chunk * chunk_bytes
         end = None if chunk_bytes is None else start + chunk_bytes
-        stream = self._stream_at(file, start)
+        stream = self._stream_at(file, start, stretch)
         if stream is None:
             self.ended = True
         elif file.kind == "json":
@@ -115,14 +184,15 @@ class ChunkReader:
             self._stream.close()
             self._stream = None
 
-    def _stream_at(self, file: InputFile, start: int) -> LineReader | None:
+    def _stream_at(
+        self, file: InputFile, start: int, stretch: TextStretch | None
+    ) -> LineReader | None:
         """A stream before the first line that starts at or after `start`; None beyond the end."""
-        stream = self._stream
-        if stream is None or stream.path != file.path or not stream.can_reach(start):
+        stream, given = self._stream, stretch is not None
+        if given or stream is None or stream.path != file.path or not stream.can_reach(start):
             self.close()
-            stream = self._stream = LineReader(
-                file.path, file.compression, self.rule.max_document_bytes
-            )
+            stream = LineReader(file.path, file.compression, self.rule.max_document_bytes, stretch)
+            self._stream = None if given else stream
         return stream if stream.go_to(start) else None
 
     def _lines(self, stream: LineReader, end: int | None) -> Iterator[Line]:

@@ -198,23 +198,38 @@ class Line:
         self.num_bytes = num_bytes or len(content)
 
 
+@dataclass
+class TextStretch:
+    """Some of the text of a compressed file, for those who do not decompress it themselves."""
+
+    start: int
+    content: bytes
+    damage: str  # why the text ends after it, if it should not
+    source_bytes: int  # read of the file up to here
+
+
 class LineReader:
-    """The lines of one file, forwards; a plain file can also go back.
+    """The lines of one file, forwards; a plain file, and a stretch of text, can also go back.
 
     Positions count bytes of the text as decompressed. A line longer than the limit, and the place
     where an archive breaks off, come out as a line with a `flaw` instead of content.
     """
 
-    def __init__(self, path: Path, compression: str, max_line_bytes: int) -> None:
+    def __init__(
+        self, path: Path, compression: str, max_line_bytes: int, stretch: TextStretch | None = None
+    ) -> None:
         self.path = path
-        self.position = 0
+        self.position = self._origin = stretch.start if stretch is not None else 0
         self.line_start = -1  # of the line last read: every place after it is ahead
         self._again: io.BytesIO | None = None  # whole lines to be read once more
         self._max_line_bytes = max_line_bytes
-        self._raw: _Decompressed | None = None
-        self._file: io.BufferedReader[Any]
-        if compression:
-            self._raw = _Decompressed(path, compression)
+        self._raw: DecompressedText | TextStretch | None = stretch
+        self._file: IO[bytes]
+        self.can_go_back = stretch is not None or not compression
+        if stretch is not None:
+            self._file = io.BytesIO(stretch.content)
+        elif compression:
+            self._raw = DecompressedText(path, compression)
             self._file = io.BufferedReader(self._raw, _BUFFER_BYTES)
         else:
             self._file = io.BufferedReader(io.FileIO(path), _BUFFER_BYTES)
@@ -228,7 +243,7 @@ class LineReader:
         return self.position if self._raw is None else self._raw.source_bytes
 
     def can_reach(self, start: int) -> bool:
-        return self._raw is None or start > self.line_start
+        return self.can_go_back or start > self.line_start
 
     def go_to(self, start: int) -> bool:
         """Stand before the first line that starts at `start` or later; False beyond the end."""
@@ -239,7 +254,7 @@ class LineReader:
         if self.line_start < start <= self.position:
             return True
         if start == 0:
-            assert self.position == 0 or self._raw is None
+            assert self.position == 0 or self.can_go_back
             self._seek(0)
             return True
         if not self._seek(start - 1):
@@ -254,11 +269,6 @@ class LineReader:
             self.line_start = line.start
             self.position = line.start + line.num_bytes
         return line
-
-    @property
-    def can_go_back(self) -> bool:
-        """Whether lines can be read again without having been pushed back."""
-        return self._raw is None
 
     def push_back(self, lines: bytes, line_start: int) -> None:
         """Undo the reading of these last lines, `line_start` being what it was before them."""
@@ -305,8 +315,8 @@ class LineReader:
 
     def _seek(self, position: int) -> bool:
         assert self._again is None
-        if self._raw is None:
-            self._file.seek(position)
+        if self.can_go_back:
+            self._file.seek(position - self._origin)
             self.position = position
             return True
         assert position >= self.position, (position, self.position)
@@ -358,7 +368,7 @@ class _Zstd:
         return self._state.unused_data
 
 
-class _Decompressed(io.RawIOBase):
+class DecompressedText(io.RawIOBase):
     """The text of a .gz or .zst file; ends where the archive does, `damage` says if too early."""
 
     def __init__(self, path: Path, compression: str) -> None:

@@ -17,9 +17,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from fourfold.tools.prepare.documents import (
     ChunkReader,
     TextRule,
     num_chunks,
+    text_stretches,
 )
 from fourfold.tools.prepare.input_files import WORK_SUFFIX, InputFile, describe_input
 from fourfold.tools.prepare.manifest import (
@@ -48,6 +49,7 @@ from fourfold.tools.prepare.manifest import (
 from fourfold.tools.prepare.work_shards import (
     FinishedShard,
     ShardReport,
+    StretchFeed,
     TokenizeJob,
     TokenRule,
     TokenWriter,
@@ -67,6 +69,8 @@ WORKERS_PER_HASH = 16
 # A compressed file beyond this is always cut, lest a killed run lose too much of it.
 MOST_WHOLE_BYTES = 1 << 30
 EVEN_SHARES = 1.5
+# Of the text of one that is cut; a few chunks of it are in memory at once.
+MOST_STRETCH_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
 
@@ -224,8 +228,7 @@ class _PrepareRun:
             tuple(self.files),
             self.settings.text_rule(),
             self.rule,
-            self.settings.tokenizer,
-            self.tokenizer.identity,
+            self.tokenizer,
         )
         if self.settings.workers == 1:
             maker = job.maker()
@@ -233,9 +236,10 @@ class _PrepareRun:
                 self._finish(shard, maker.make(shard), resumed=False)
             maker.close()
         else:
-            made = make_shards(job, self._unfinished_shards(), self.settings.workers, self._tick)
-            for shard, report in made:
-                self._finish(shard, report, resumed=False)
+            with closing(self._with_text(self._unfinished_shards())) as shards:
+                made = make_shards(job, shards, self.settings.workers, self._tick)
+                for shard, report in made:
+                    self._finish(shard, report, resumed=False)
         assert self._counted == len(self._order)
         self.counts.check_files()
 
@@ -271,19 +275,58 @@ class _PrepareRun:
         rule, whole = self.settings.text_rule(), self._read_whole()
         for shard in plan_shards(self.files, rule, self.plan.chunk_bytes, self._ended, whole):
             self._order.append(shard)
-            report = read_report(self.directory / shard.name, np.dtype(self.rule.dtype).itemsize)
+            report = self._finished_report(shard)
             if report is None:
                 yield shard
             else:
                 self._finish(shard, report, resumed=True)
 
+    def _finished_report(self, shard: WorkShard) -> ShardReport | None:
+        return read_report(self.directory / shard.name, np.dtype(self.rule.dtype).itemsize)
+
+    def _with_text(self, shards: Iterable[WorkShard]) -> Generator[WorkShard, None, None]:
+        """The shards, those of a compressed file that was cut with their text.
+
+        Such a file can only be decompressed from its beginning, so this process does it once for
+        all workers.
+        """
+        feed, fed = None, -1
+        try:
+            for shard in shards:
+                (number, chunk), *_ = shard.chunks
+                if not self.files[number].compression or shard.chunk_bytes is None:
+                    yield shard
+                    continue
+                if feed is None or number != fed:
+                    if feed is not None:
+                        feed.close()
+                    feed, fed = self._feed(number, shard.chunk_bytes), number
+                text = feed.take(chunk, self._tick)
+                if text is not None:
+                    yield replace(shard, text=text)
+                else:
+                    end = ShardReport.beyond_end(number, self.files[number].num_bytes)
+                    self._finish(shard, end, resumed=False)
+        except OSError as error:
+            raise DataError(f"an input can no longer be read: {error}") from error
+        finally:
+            if feed is not None:
+                feed.close()
+
+    def _feed(self, number: int, chunk_bytes: int) -> StretchFeed:
+        def is_wanted(chunk: int) -> bool:
+            return self._finished_report(WorkShard(((number, chunk),), chunk_bytes)) is None
+
+        rule = self.settings.text_rule()
+        return StretchFeed(text_stretches(self.files[number], rule, chunk_bytes, is_wanted))
+
     def _read_whole(self) -> set[int]:
         """The compressed files that are shards of their own.
 
-        One can only be decompressed from its beginning, so every worker decompresses all of a file
-        that is cut. Files that are about an even share of the work, or less, are better left
-        whole. The number of workers may change when a run is resumed: a file that was
-        begun one way is finished that way.
+        One that is cut is decompressed by a single process, which may be too slow for many workers.
+        Files that are about an even share of the work, or less, are better left whole. The number
+        of workers may change when a run is resumed: a file that was begun one way is finished that
+        way.
         """
         total = sum(file.num_bytes for file in self.files)
         most = min(total / self.settings.workers * EVEN_SHARES, MOST_WHOLE_BYTES)
@@ -358,9 +401,9 @@ def plan_shards(
         if count is None and number in whole:
             yield WorkShard.of_file(number)
         elif count is None:
-            chunk = 0
+            chunk, size = 0, min(chunk_bytes, MOST_STRETCH_BYTES)
             while number not in ended:
-                yield WorkShard(((number, chunk),), chunk_bytes)
+                yield WorkShard(((number, chunk),), size)
                 chunk += 1
         elif count > 1:
             yield from (WorkShard(((number, chunk),), chunk_bytes) for chunk in range(count))

@@ -14,10 +14,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
@@ -29,12 +32,13 @@ from fourfold.data.datasets import BLOCK
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer import Tokenizer
 from fourfold.tools.prepare.documents import DAMAGED_FILE, BadLine, ChunkReader, TextRule
-from fourfold.tools.prepare.input_files import InputFile
+from fourfold.tools.prepare.input_files import InputFile, TextStretch
 from fourfold.tools.prepare.writers import DocumentRun
 
 BATCH_CHARACTERS = 1 << 18
 PLACES_KEPT = 20
 MOST_TOKENS = 2**31 - 1
+STRETCHES_AHEAD = 2
 
 Pipe = connection.Connection
 
@@ -63,6 +67,8 @@ class WorkShard:
     chunks: tuple[tuple[int, int], ...]
     chunk_bytes: int | None  # None: the files are read whole
     kind: str = "part"  # in the names of its files, as earlier versions wrote them
+    # Of a compressed file, where another process decompresses it.
+    text: TextStretch | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of_file(cls, number: int) -> WorkShard:
@@ -101,6 +107,11 @@ class ShardReport:
     tokens: int = 0
     text_bytes: int = 0
     chunks: list[ChunkReport] = field(default_factory=list)
+
+    @classmethod
+    def beyond_end(cls, file: int, source_bytes: int) -> ShardReport:
+        """Of a shard that was planned when nobody knew that the file ends before it."""
+        return cls(chunks=[ChunkReport(file, 0, True, source_bytes)])
 
     @property
     def num_bad(self) -> int:
@@ -156,7 +167,9 @@ class ShardTokenizer:
             kinds: Counter[str] = Counter()
             places: list[BadLine] = []
             texts = 0
-            documents = self._reader.documents(self._files[number], chunk, shard.chunk_bytes)
+            documents = self._reader.documents(
+                self._files[number], chunk, shard.chunk_bytes, shard.text
+            )
             for document in documents:
                 if isinstance(document, str):
                     texts += 1
@@ -306,6 +319,62 @@ def _unfinished(directory: Path, name: str) -> Path:
     return directory / f".{name}.{os.getpid()}.tmp"
 
 
+# -- decompressing ahead of the workers ------------------------------------------------------
+
+
+class StretchFeed:
+    """The stretches of a compressed file, made by a thread a little ahead of who takes them."""
+
+    def __init__(self, stretches: Iterator[tuple[int, TextStretch | None]]) -> None:
+        self._stretches = stretches
+        self._made: queue.Queue[tuple[int, TextStretch] | BaseException | None] = queue.Queue(
+            STRETCHES_AHEAD
+        )
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._make, name="fourfold-decompress", daemon=True)
+        self._thread.start()
+
+    def take(self, chunk: int, idle: Callable[[], None]) -> TextStretch | None:
+        """The stretch of a chunk, later than those taken before; None beyond the end."""
+        while True:
+            try:
+                made = self._made.get(timeout=0.5)
+            except queue.Empty:
+                idle()
+                continue
+            if isinstance(made, BaseException):
+                raise made
+            if made is None:
+                return None
+            assert made[0] <= chunk, f"chunk {chunk} was left out"
+            if made[0] == chunk:
+                return made[1]
+
+    def close(self) -> None:
+        self._given_up.set()
+        with suppress(queue.Empty):
+            while True:
+                self._made.get_nowait()
+        self._thread.join()
+
+    def _make(self) -> None:
+        try:
+            for chunk, stretch in self._stretches:
+                if stretch is not None:
+                    self._put((chunk, stretch))
+                if self._given_up.is_set():
+                    return
+            self._put(None)
+        except Exception as error:
+            self._put(error)
+
+    def _put(self, made: tuple[int, TextStretch] | BaseException | None) -> None:
+        while not self._given_up.is_set():
+            with suppress(queue.Full):
+                self._made.put(made, timeout=0.5)
+                return
+
+
 # -- worker processes ------------------------------------------------------------------------
 #
 # Each worker has a pipe of its own to the parent and nothing else in common with it. When the
@@ -315,21 +384,17 @@ def _unfinished(directory: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """All a worker needs to know; the tokenizer travels as the place it is loaded from."""
+    """All a worker needs to know."""
 
     directory: Path
     files: tuple[InputFile, ...]
     text_rule: TextRule
     token_rule: TokenRule
-    tokenizer: str | tuple[str, str]
-    tokenizer_identity: str
+    tokenizer: Tokenizer
 
     def maker(self) -> ShardTokenizer:
-        tokenizer = Tokenizer.load(self.tokenizer)
-        if tokenizer.identity != self.tokenizer_identity:
-            raise DataError(f"{self.tokenizer}: the tokenizer changed while it was in use")
         return ShardTokenizer(
-            self.directory, self.files, self.text_rule, self.token_rule, tokenizer
+            self.directory, self.files, self.text_rule, self.token_rule, self.tokenizer
         )
 
 
@@ -373,8 +438,11 @@ class _WorkerPool:
         return len(self.busy) < self._workers
 
     def give(self, shard: WorkShard) -> None:
+        if shard.text is not None and not self._processes:
+            # A worker takes the text when it has started, and all had better start at once.
+            self._free = [self._start() for _ in range(self._workers)]
         pipe = self._free.pop() if self._free else self._start()
-        self.busy[pipe] = shard
+        self.busy[pipe] = replace(shard, text=None)
         try:
             pipe.send(shard)
         except ConnectionError:
