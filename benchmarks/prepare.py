@@ -3,17 +3,21 @@
 Megatron's way: a pool of workers, each parsing one JSON line and encoding one document at a time
 with `tokenizers`, sends the ids to the parent, which writes them. Same text (that of this Python
 installation, repeated), same tokenizer, same documents and as many workers for both; each is timed
-as a process of its own from start to end, alternately, and the outputs must be the same bytes.
+as a process of its own from start to end, alternately, and the outputs must be the same bytes. Ours
+also reads the same text from one .zst and from one .gz file. With `--megabytes 1` the text is not
+repeated: no word is known from an earlier copy.
 
-    python benchmarks/prepare.py [--megabytes 100] [--workers 2] [--rounds 2] [--tokenizer gpt2]
+    python benchmarks/prepare.py [--megabytes 100] [--workers 2] [--rounds 3] [--tokenizer gpt2]
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import multiprocessing
 import os
+import statistics
 import struct
 import subprocess
 import sys
@@ -23,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizer", default="gpt2")
     parser.add_argument("--dir", type=Path, default=None, help="kept if given")
     parser.add_argument("--pool", nargs=3, metavar=("INPUT", "PREFIX", "TOKENIZER"))
@@ -49,30 +54,51 @@ def compare(directory: Path, options: argparse.Namespace) -> None:
     text = repeated_corpus(directory, options.megabytes * 10**6)
     tokenizer = Tokenizer.load(options.tokenizer).save(directory / "tokenizer.json")
     workers = str(options.workers)
-    fourfold = [sys.executable, "-m", "fourfold", "data", "prepare", "--overwrite"]
-    fourfold += ["--input", str(text), "--output-prefix", str(directory / "fourfold")]
-    fourfold += ["--tokenizer", str(tokenizer), "--workers", workers]
     pool = [sys.executable, __file__, "--workers", workers]
     pool += ["--pool", str(text), str(directory / "pool"), str(tokenizer)]
-    seconds: dict[str, list[float]] = {"pool": [], "fourfold": []}
+    commands = {"Megatron's way": pool}
+    fourfold = [sys.executable, "-m", "fourfold", "data", "prepare", "--overwrite"]
+    fourfold += ["--tokenizer", str(tokenizer), "--workers", workers]
+    outputs = {}
+    for form, file in compressed_forms(text).items():
+        name = f"`fourfold data prepare`, {form}"
+        outputs[name] = directory / form
+        commands[name] = [*fourfold, "--input", str(file), "--output-prefix", str(outputs[name])]
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(options.rounds):
-        for name, command in (("pool", pool), ("fourfold", fourfold)):
+        for name, command in commands.items():
             begin = time.perf_counter()
             quiet = subprocess.DEVNULL
             subprocess.run(command, check=True, stdout=quiet, stderr=quiet)
             seconds[name].append(time.perf_counter() - begin)
     for ending in ("bin", "idx"):
-        ours = (directory / f"fourfold_text_document.{ending}").read_bytes()
         theirs = (directory / f"pool_text_document.{ending}").read_bytes()
-        assert ours == theirs, f"the .{ending} files differ"
+        for prefix in outputs.values():
+            ours = prefix.with_name(f"{prefix.name}_text_document.{ending}").read_bytes()
+            assert ours == theirs, f"{prefix}: the .{ending} files differ"
     megabytes = text.stat().st_size / 1e6
-    best = {name: megabytes / min(times) for name, times in seconds.items()}
-    print(f"\n{megabytes:.0f} MB of JSON lines, {workers} workers, best of {options.rounds}\n")
-    print("| | seconds | MB/s | |\n|---|---|---|---|")
-    for name, label in (("pool", "Megatron's way"), ("fourfold", "fourfold data prepare")):
-        ratio = best[name] / best["pool"]
-        print(f"| {label} | {min(seconds[name]):.1f} | {best[name]:.1f} | {ratio:.1f}x |")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    print(f"\n{processor()}, {os.cpu_count()} cores")
+    print(f"{megabytes:.0f} MB of JSON lines, {workers} workers, medians of {options.rounds}\n")
+    print("| | seconds | MB/s of text | |\n|---|---|---|---|")
+    for name, median in medians.items():
+        ratio = medians["Megatron's way"] / median
+        print(f"| {name} | {median:.1f} | {megabytes / median:.1f} | {ratio:.1f}x |")
     print("\nOutputs are identical.")
+
+
+def compressed_forms(text: Path) -> dict[str, Path]:
+    """The text as it is, and as one archive of each kind that is read."""
+    zst, gz = text.with_name(f"{text.name}.zst"), text.with_name(f"{text.name}.gz")
+    if not zst.exists():
+        zst.write_bytes(zstandard.ZstdCompressor(level=3).compress(text.read_bytes()))
+        gz.write_bytes(gzip.compress(text.read_bytes(), compresslevel=6))
+    return {"plain": text, "zst": zst, "gz": gz}
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 def repeated_corpus(directory: Path, num_bytes: int) -> Path:
