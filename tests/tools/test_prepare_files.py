@@ -192,7 +192,7 @@ class RecordedParts:
 def test_archives_are_left_whole_where_there_are_enough(
     tmp_path: Path, base: PrepareSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file that is cut every worker decompresses all."""
+    """A file that is cut is decompressed by one process, those left whole by several."""
     for number in range(4):
         texts = [f"{number} {hashlib.sha256(bytes([i])).hexdigest()}" for i in range(60)]
         (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
@@ -216,6 +216,30 @@ def test_archives_are_left_whole_where_there_are_enough(
     for files, name in ((few, "w4"), (few, "w8"), (all_, "a4")):
         run(files, tmp_path / f"one_{name}", base)
         assert content(tmp_path / name) == content(tmp_path / f"one_{name}")
+
+
+@pytest.mark.parametrize(("chunk_bytes", "lost"), [(150, 0), (150, 300), (999, 1), (1, 10**6)])
+def test_one_archive_decompressed_for_all_is_read_as_by_one(
+    tmp_path: Path,
+    base: PrepareSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_bytes: int,
+    lost: int,
+) -> None:
+    """Whole and broken off, whatever the chunks: a shard beyond the end leaves no trace."""
+    texts = [hashlib.sha256(bytes([number])).hexdigest() for number in range(80)]
+    archive = gzip.compress(json_lines(texts))
+    (tmp_path / "in.jsonl.gz").write_bytes(archive[: max(len(archive) - lost, 12)])
+    (tmp_path / "in.jsonl").write_bytes(json_lines(["a"]))
+    files = [tmp_path / "in.jsonl.gz", tmp_path / "in.jsonl"]
+    settings = replace(base, chunk_bytes=chunk_bytes, allow_damaged_files=True)
+    run(files, tmp_path / "one", settings)
+    parts = RecordedParts()
+    monkeypatch.setattr(pipeline, "make_shards", parts)
+    monkeypatch.setattr(pipeline, "EVEN_SHARES", 0)
+    run(files, tmp_path / "two", replace(settings, workers=2))
+    assert parts.names[0] == "part-000000-000000"
+    assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])

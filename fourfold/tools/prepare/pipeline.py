@@ -304,9 +304,9 @@ class _PrepareRun:
                 text = feed.take(chunk, self._tick)
                 if text is not None:
                     yield replace(shard, text=text)
-                else:
-                    end = ShardReport.beyond_end(number, self.files[number].num_bytes)
-                    self._finish(shard, end, resumed=False)
+                else:  # the file ends before it
+                    assert self._order.pop() is shard
+                    self._ended.add(number)
         except OSError as error:
             raise DataError(f"an input can no longer be read: {error}") from error
         finally:

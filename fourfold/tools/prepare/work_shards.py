@@ -108,11 +108,6 @@ class ShardReport:
     text_bytes: int = 0
     chunks: list[ChunkReport] = field(default_factory=list)
 
-    @classmethod
-    def beyond_end(cls, file: int, source_bytes: int) -> ShardReport:
-        """Of a shard that was planned when nobody knew that the file ends before it."""
-        return cls(chunks=[ChunkReport(file, 0, True, source_bytes)])
-
     @property
     def num_bad(self) -> int:
         return sum(sum(chunk.bad.values()) for chunk in self.chunks)
