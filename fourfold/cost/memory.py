@@ -88,11 +88,24 @@ def own_words(network: Network, spread: Spread, mp_rank: Numbers = 0) -> Numbers
     )
 
 
-def _norm_parameters(network: Network, spread: Spread, stage: Numbers) -> Numbers:
-    """Of these, the norms'."""
-    last = stage_ends(spread, stage)[1]
+def _wide_parameters(
+    network: Network, spread: Spread, software: Software, stage: Numbers
+) -> Numbers:
+    """Of these, what sharding gathers in fp32 where it gathers the rest in low precision."""
     layers = layers_of_stage(network, spread, stage)
-    return layers * network.layer_norms + np.where(last, network.last_norm, 0)
+    matrices = layers * (network.layer_parameters - network.layer_norms)
+    in_slices = layers * network.divided_parameters * (1 - 1 / np.asarray(spread.mp))
+    rest = stage_parameters(network, spread, stage) - (matrices - in_slices)
+    return np.where(software.wide_gathers, rest, 0)
+
+
+def gathered_bytes(
+    network: Network, spread: Spread, software: Software, stage: Numbers = 0
+) -> Numbers:
+    """Of all weights of a rank of this pipeline rank, once gathered."""
+    wide = _wide_parameters(network, spread, software, stage)
+    low = stage_parameters(network, spread, stage) - wide
+    return software.gather_bytes * low + 4 * wide
 
 
 def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:
@@ -167,8 +180,8 @@ def memory_of(
     """What one rank of pipeline stage `stage` (the first is 0) needs."""
     parameters = stage_parameters(network, spread, stage)
     shards, level = spread.sharding, np.asarray(spread.stage)
-    norms = np.where(software.wide_norms, _norm_parameters(network, spread, stage), 0)
-    states = _states(parameters, norms, shards, level, software)
+    wide = _wide_parameters(network, spread, software, stage)
+    states = _states(parameters, wide, shards, level, software)
     activations = _activations(network, spread, software, stage)
     logits = _logits(network, spread, software, stage)
     buffers = _buffers(network, spread, software, stage, parameters)
@@ -186,9 +199,9 @@ def memory_of(
 
 
 def _states(
-    parameters: Numbers, norms: Numbers, shards: Numbers, level: Numbers, software: Software
+    parameters: Numbers, wide: Numbers, shards: Numbers, level: Numbers, software: Software
 ) -> dict[str, Term]:
-    """`norms` of the parameters are in fp32 whatever the rest is, and their own masters."""
+    """`wide` of the parameters are gathered in fp32 whatever the rest is."""
     divided = np.asarray(shards) > 1
     by = {
         "weights": np.where(divided & (level == 3), shards, 1),
@@ -207,31 +220,27 @@ def _states(
         "gradients": software.gradient_bytes,
         "optimizer": master + software.moment_bytes,
     }
-    wider = {
-        "weights": np.where(whole > 0, (4 - whole) * norms, 0.0),
-        "gradients": 0.0,
-        "optimizer": np.where(divided, 0.0, -4.0 * norms),
-    }
+    wider = {"weights": np.where(divided & (whole > 0), (4 - whole) * wide, 0.0)}
     return {
         name: Term(
-            each[name] * parameters / by[name] + wider[name],
-            "{each:g} bytes x {parameters:.4g} B parameters / {by:.0f}{norms}",
+            each[name] * parameters / by[name] + wider.get(name, 0.0),
+            "{each:g} bytes x {parameters:.4g} B parameters / {by:.0f}{wider}",
             {
                 "each": each[name],
                 "parameters": parameters / 1e9,
                 "by": by[name],
-                "norms": _norm_text(wider[name]),
+                "wider": _wider_text(wider.get(name, 0.0)),
             },
         )
         for name in each
     }
 
 
-def _norm_text(bytes_: Numbers) -> Numbers:
-    """What fp32 norms change, for one layout; a search over many shows no sentences."""
+def _wider_text(bytes_: Numbers) -> Numbers:
+    """What is in fp32, for one layout; a search over many shows no sentences."""
     if np.ndim(bytes_) or not bytes_:
         return ""
-    return f" {'+' if bytes_ > 0 else '-'} {abs(float(bytes_)) / 1e6:.4g} MB for norms in fp32"
+    return f" + {float(bytes_) / 1e6:.4g} MB for norms and embeddings in fp32"
 
 
 def _passing_gradients(terms: dict[str, Term], spread: Spread, software: Software) -> Term:
@@ -324,9 +333,12 @@ def _buffers(
     first, last = stage_ends(spread, stage)
     tables = np.where(first | last, own_words(network, spread), 0) * network.hidden
     # In stage 3 the tables, which both ends of the network use, and two layers.
-    gathered = np.where(divided & (level == 3), software.gather_bytes * (2 * layer + tables), 0.0)
+    table_bytes = np.where(software.wide_gathers, 4, software.gather_bytes)
+    both = 2 * software.gather_bytes * layer + table_bytes * tables
+    gathered = np.where(divided & (level == 3), both, 0.0)
     scattered = np.where(divided & (level >= 2), 2 * software.gradient_bytes * layer, 0.0)
-    casts = software.cast_bytes * parameters
+    # Sharded, what is gathered has been cast already, but for the head.
+    casts = software.cast_bytes * np.where(divided, np.where(last, tables, 0), parameters)
     head = np.where(
         last,
         np.where(np.isfinite(software.logit_tokens), 4.0, 0.0)
@@ -421,14 +433,14 @@ def _model_parallel(
 
 
 def _sharding(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
-    parameters = stage_parameters(network, spread, stage)
-    gather, scatter = software.gather_bytes * parameters, software.reduce_bytes * parameters
+    gather = gathered_bytes(network, spread, software, stage)
+    scatter = software.reduce_bytes * stage_parameters(network, spread, stage)
     first, last = stage_ends(spread, stage)
     word = own_words(network, spread) * network.hidden
     # The tables are wanted at both ends of the network and stay gathered in between.
     kept = np.where(first, word + network.positions * network.hidden, np.where(last, word, 0))
     m, level = spread.micro_batches, np.asarray(spread.stage)
-    twice = 2 * gather - software.gather_bytes * kept
+    twice = 2 * gather - np.where(software.wide_gathers, 4, software.gather_bytes) * kept
     moved = np.where(
         level == 3, m * (twice + scatter), gather + np.where(level == 2, m, 1) * scatter
     )

@@ -81,9 +81,10 @@ class _Rules:
         shape, mixed = ModelShape.of(config.Model), config.Engine.mix_precision
         precision = Precision(mixed.dtype, mixed.level)
         self.layout = layout_of(config)
+        sharded = self.layout.sharding > 1
         self.table = table_of(shape)
         self.itemsizes = {
-            row.name: precision.weight_dtype(self.table, row.name).itemsize
+            row.name: precision.weight_dtype(row, sharded=sharded).itemsize
             for row in self.table.rows
         }
         pipeline = range(self.layout.pp)

@@ -129,10 +129,10 @@ class Software:
     lasting_gradients: Numbers = True  # their memory is there through the whole step
     reduce_bytes: Numbers = 4  # per gradient on the wire
     gather_bytes: Numbers = 2  # per parameter that sharding gathers
+    wide_gathers: Numbers = False  # of norms and embeddings, which are gathered in fp32
     cast_bytes: Numbers = 0  # low-precision copies of fp32 weights, alive through a micro-batch
     residual_bytes: Numbers = 2  # per number of the residual stream
     norm_bytes: Numbers = 2  # per number a norm keeps of its input
-    wide_norms: Numbers = False  # norms have fp32 weights, which are their own masters
     offloads: Numbers = False  # what layers keep for their backward pass is in host memory
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
     remakes_norms: Numbers = False  # their results are made again where a layer keeps the rest
@@ -186,10 +186,12 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
     """The properties of Fourfold itself, as its parallel code has them:
 
     - O2 keeps weights in the low type and fp32 masters; O1 keeps fp32 weights and, through each
-      micro-batch, the low-type copies autocast makes of them;
+      micro-batch, the low-type copies autocast makes of them, or that sharding gathers;
     - with sharding, master weights and moments are divided; the weights multiplied with are whole
       in stages 1 and 2 and gathered layer by layer in stage 3; gradients are whole in stage 1;
-    - norms keep their input in fp32, gradients add up in fp32, logits exist for a chunk of tokens.
+    - the stream between the layers, which norms keep, is in the low type at O2, but norms on a
+      processor keep it in fp32, as all do at O1;
+    - gradients add up in fp32, logits exist for a chunk of tokens.
     """
     precision, model = config.Engine.mix_precision, config.Model
     low = precision.dtype != "float32"
@@ -204,11 +206,12 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         gradient_bytes=4,
         lasting_gradients=config.Fused.tensor_fusion,
         reduce_bytes=4,
-        gather_bytes=2 if masters else 4,
+        gather_bytes=2 if low else 4,
+        wide_gathers=low and not masters,
         cast_bytes=2 if low and not masters else 0,
         residual_bytes=2 if masters else 4,
-        norm_bytes=4,
-        wide_norms=masters,
+        # A processor computes norms in fp32.
+        norm_bytes=2 if masters and not on_cpu else 4,
         offloads=model.offload_activations and not on_cpu,
         stops_early=True,
         remakes_norms=remakes and (sharding.sharding_degree == 1 or sharding.sharding_stage < 3),

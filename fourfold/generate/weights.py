@@ -69,9 +69,7 @@ def _cast(model: GPT, weights: Format, device: torch.device) -> nn.Module:
             f"Inference.weights=int8 runs on a CPU only and the model is on {device}; choose "
             "bfloat16 or float16"
         )
-    for name, parameter in model.named_parameters():
-        if not model.table[name].stays_fp32:
-            parameter.data = parameter.data.to(getattr(torch, weights))
+    model.to(getattr(torch, weights))
     return TiedHead(model.embeddings.word)
 
 

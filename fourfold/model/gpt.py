@@ -42,16 +42,22 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm computed in the precision of its own weights, which stay fp32 in pure fp16."""
+    """In low precision a GPU's kernels take means and sums in fp32 inside, and x as it is.
+
+    A CPU's add up the gradients of the weights in the type of x, and lose several percent of them
+    over a few thousand tokens; so there the whole norm is computed in fp32.
+    """
 
     def reset_parameters(self) -> None:
         """Nothing, as for `Linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
+        if not x.is_cpu or x.dtype.itemsize >= 4:
             # In autocast's type straight away: only products read it, which would cast it.
             return super().forward(x).to(compute_dtype(x.device, x.dtype))
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        wide = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), bias, self.eps)
+        return wide.to(x.dtype)
 
 
 class CoreAttention(nn.Module):

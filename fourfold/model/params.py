@@ -86,7 +86,6 @@ class Param:
     init_std: float = 0.0
     split_dim: int | None = None  # the dimension model parallelism cuts; None: every rank has all
     weight_decay: bool = True
-    stays_fp32: bool = False  # also in pure low precision
     # Under sequence parallelism it is applied to a rank's own positions only, so that the ranks'
     # gradients add up to the whole one.
     partial_gradient: bool = False
@@ -303,14 +302,13 @@ def norm_rows(
     end: Literal["first", "last"] | None = None,
     foreign: ForeignNames | None = None,
 ) -> list[Param]:
-    """A norm, which is between the blocks and stays in fp32."""
+    """A norm, which is between the blocks."""
     weight = Param(
         name=f"{name}weight",
         shape=(width,),
         kind="norm",
         init="ones",
         weight_decay=False,
-        stays_fp32=True,
         partial_gradient=True,
         end=end,
         foreign=_suffixed(foreign, "weight"),

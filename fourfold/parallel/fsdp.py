@@ -7,8 +7,8 @@
 | 3     | and of the weights                             | for each layer as it runs |
 
 Whatever the stage, the fp32 weights the optimizer updates are divided, and gathered in the
-precision the network computes in. Gradients are summed, never averaged: the loss is already
-divided by the tokens of the global batch.
+precision the network computes in, each layer in one message. Gradients are summed, never averaged:
+the loss is already divided by the tokens of the global batch.
 """
 
 from __future__ import annotations
@@ -51,24 +51,36 @@ class Sharding:
 
     def apply(self, model: GPT) -> None:
         """Divide the model (or the part of it), layer by layer."""
-        plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-        low = plain
-        frees = self.stage == 3
-        if self.precision.level == "O2":
+        level, frees = self.precision.level, self.stage == 3
+        plain = low = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if level is not None:
             low = replace(plain, param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
-            # What stays in fp32, the norms, is gathered apart from the rest of its layer.
-            for norm in modules_in_fp32(model):
-                fully_shard(norm, reshard_after_forward=frees, mp_policy=plain, **self.options)
-        for layer in model.layers.values():
+        for number, layer in model.layers.items():
+            if level == "O1" and (norms := self._gathered_in_fp32(model, number)):
+                # In a second message, both norms together.
+                fully_shard(norms, reshard_after_forward=frees, mp_policy=plain, **self.options)
             fully_shard(layer, reshard_after_forward=frees, mp_policy=low, **self.options)
         # What is left, the embeddings, is needed at both ends of the network: kept gathered.
-        fully_shard(model, reshard_after_forward=False, mp_policy=low, **self.options)
+        ends = low if level == "O2" else plain
+        fully_shard(model, reshard_after_forward=False, mp_policy=ends, **self.options)
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             # gloo has no other sum with a factor of one.
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(TimedAllGather())
             module.set_custom_reduce_scatter(TimedReduceScatter())
+
+    def _gathered_in_fp32(self, model: GPT, number: str) -> list[nn.Module]:
+        """The modules of a layer whose parameters are."""
+        return [
+            module
+            for path, module in model.layers[number].named_modules(prefix=f"layers.{number}")
+            if (names := [name for name, _ in module.named_parameters(path, recurse=False)])
+            and all(
+                self.precision.weight_dtype(model.table[name], sharded=True) == torch.float32
+                for name in names
+            )
+        ]
 
     def before_backward(self, model: nn.Module, is_last: bool) -> None:
         """What the backward pass of a micro-batch reduces, and what is kept after it."""
@@ -83,16 +95,6 @@ class Sharding:
         miss the update in between."""
         for module in sharded_modules(model):
             module.reshard()
-
-
-def modules_in_fp32(model: GPT) -> list[nn.Module]:
-    """Those all of whose parameters are in fp32 whatever the precision."""
-    return [
-        module
-        for path, module in model.named_modules()
-        if (names := [name for name, _ in module.named_parameters(path, recurse=False)])
-        and all(model.table[name].stays_fp32 for name in names)
-    ]
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

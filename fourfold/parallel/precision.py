@@ -1,14 +1,15 @@
 """Mixed precision: the dtype the network computes in, and where its fp32 weights live.
 
-| dtype    | level | computes in         | weights                                         |
-|----------|-------|---------------------|-------------------------------------------------|
-| float32  |       | fp32                | fp32                                            |
-| bfloat16 | O1    | autocast to bf16    | fp32                                            |
-| bfloat16 | O2    | bf16 but LayerNorms | bf16, and an fp32 master the optimizer updates  |
-| float16  | O1    | autocast to fp16    | fp32; dynamic loss scale                        |
-| float16  | O2    | fp16 but LayerNorms | fp16, and an fp32 master; dynamic loss scale    |
+| dtype    | level | computes in      | weights                                        |
+|----------|-------|------------------|------------------------------------------------|
+| float32  |       | fp32             | fp32                                           |
+| bfloat16 | O1    | autocast to bf16 | fp32                                           |
+| bfloat16 | O2    | bf16             | bf16, and an fp32 master the optimizer updates |
+| float16  | O1    | autocast to fp16 | fp32; dynamic loss scale                       |
+| float16  | O2    | fp16             | fp16, and an fp32 master; dynamic loss scale   |
 
-Whatever the row, the loss is computed in fp32, and gradients of micro-batches add up in fp32.
+Whatever the row, the loss is computed in fp32, and gradients of micro-batches add up in fp32; so
+are the sums inside of norms and attention, by torch's kernels.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import native
-from fourfold.model import ParamTable, kernels
-from fourfold.parallel.parameters import name_of
+from fourfold.model import kernels
+from fourfold.model.params import Param
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The documents' operator names that always hold here. Losses, their sums and
-# their division by the token count run in fp32, LayerNorm in the precision of its fp32 weights,
-# and attention's softmax accumulates in fp32.
+# The documents' operator names that always hold here. Losses, their sums and their division by the
+# token count run in fp32; LayerNorm and attention's softmax accumulate in fp32.
 ALWAYS_FP32 = {"reduce_sum", "c_softmax_with_cross_entropy", "softmax_with_cross_entropy"}
 ALWAYS_FP32 |= {"elementwise_div", "layer_norm", "softmax"}
 # Matrix products and GELU run in the low precision; so does the embedding when its weights are.
@@ -56,29 +56,27 @@ class Precision:
         if self.level == "O1" and device.type != "meta":
             module.forward = torch.autocast(device.type, self.dtype)(module.forward)
 
-    def make_masters(
-        self, table: ParamTable, parameters: dict[str, nn.Parameter]
-    ) -> dict[str, nn.Parameter]:
+    def make_masters(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Cast the parameters as the row says; the fp32 weights to optimize, by the same keys."""
         masters = dict(parameters)
-        for key, parameter in self.lowered(table, parameters).items():
+        for key, parameter in self.lowered(parameters).items():
             masters[key] = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(self.dtype)
             parameter.register_post_accumulate_grad_hook(_move_gradient_to(masters[key]))
         return masters
 
-    def lowered(
-        self, table: ParamTable, parameters: dict[str, nn.Parameter]
-    ) -> dict[str, nn.Parameter]:
-        """Those that are kept in low precision: at O2 all but what stays in fp32."""
-        if self.level != "O2":
-            return {}
-        return {k: one for k, one in parameters.items() if not table[name_of(k)].stays_fp32}
+    def lowered(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Those that are kept in low precision, beside their masters."""
+        return parameters if self.level == "O2" else {}
 
-    def weight_dtype(self, table: ParamTable, key: str) -> torch.dtype:
-        """The dtype this parameter is computed in."""
-        low = self.level == "O2" and not table[name_of(key)].stays_fp32
-        return self.dtype if low else torch.float32
+    def weight_dtype(self, row: Param, *, sharded: bool) -> torch.dtype:
+        """The dtype of this parameter as a step holds it, whole; sharded, as it is gathered.
+
+        At O1 the linear layers' are gathered as autocast would cast them, in half the bytes.
+        Norms and embeddings are computed with in fp32 there.
+        """
+        cast = sharded and self.level == "O1" and row.in_every_layer and row.kind == "linear"
+        return self.dtype if cast or self.level == "O2" else torch.float32
 
     def collect(
         self, parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]

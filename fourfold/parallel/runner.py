@@ -72,7 +72,7 @@ class Runner:
         self.masters: dict[str, nn.Parameter] = dict(self.parameters)
         self.trains = trains
         if sharding is None and trains:
-            self.masters = precision.make_masters(self.table, self.parameters)
+            self.masters = precision.make_masters(self.parameters)
         self.shards = local_shards(self.table, self.masters, mesh)
         group = mesh.group("dp")
         self.replicas = (
@@ -178,7 +178,7 @@ class Runner:
             self.shards[copy].local.copy_(self.shards[original].local)
         if not self.trains and self.sharding is None:
             # Loaded in fp32, as they are saved, and kept as they are computed with.
-            for parameter in self.precision.lowered(self.table, self.parameters).values():
+            for parameter in self.precision.lowered(self.parameters).values():
                 parameter.data = parameter.data.to(self.precision.dtype)
         self.sync_weights_from_masters()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.config.rules import V_SCHEDULES
-from fourfold.cost.memory import stage_parameters
+from fourfold.cost.memory import gathered_bytes, stage_parameters
 from fourfold.cost.terms import Breakdown, Numbers, Term
 from fourfold.cost.workload import MOMENT_BYTES, Network, Software, Spread
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
@@ -228,7 +228,8 @@ def _data_traffic(
     outer_stride = spread.mp * spread.sharding * np.where(inside, 1, spread.pp) * spread.context
     shards = Group.of(spread.sharding, spread.mp * spread.context, machine)
     copies = Group.of(spread.dp, outer_stride, machine)
-    gradients, weights = software.reduce_bytes * parameters, software.gather_bytes * parameters
+    gradients = software.reduce_bytes * parameters
+    weights = gathered_bytes(network, spread, software)
     units = np.ceil(network.layers / spread.pp) + 1  # each layer is a message of its own
     # Between devices such messages run into each other; on a processor each has to be waited for.
     waits = np.where(machine.serial, units, 1)

@@ -9,6 +9,7 @@ from helpers.kept_bytes import kept_bytes
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
+from fourfold.model.gpt import LayerNorm
 from fourfold.parallel.recompute import Recompute, apply_recompute
 
 TOKENS, LENGTH = 4 * 128, 128
@@ -57,6 +58,25 @@ def layer_bytes(dropout: float, mode: str = "none", **layout: object) -> float:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_estimate_of_a_layer(dropout: float) -> None:
     assert kept_by_a_layer(dropout, None) == pytest.approx(layer_bytes(dropout), rel=0.01)
+
+
+@pytest.mark.parametrize(("device", "each"), [("cpu", 4), ("meta", 2)])
+def test_in_low_precision_a_norm_keeps_its_input_as_it_is_but_on_a_cpu(
+    device: str, each: int
+) -> None:
+    """The other device stands for a GPU."""
+    kept: list[torch.Tensor] = []
+
+    def keep(one: torch.Tensor) -> torch.Tensor:
+        kept.append(one)
+        return one
+
+    norm = LayerNorm(64).to(device, torch.bfloat16)
+    x = torch.empty(TOKENS, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        assert norm(x).dtype == torch.bfloat16
+    (input_bytes,) = {one.numel() * one.itemsize for one in kept if one.shape == x.shape}
+    assert input_bytes == each * x.numel()
 
 
 def test_recomputation_keeps_less_in_the_order_of_the_estimate() -> None:

@@ -140,7 +140,7 @@ def test_narrower_weights_are_spread_too(layout: str, weights: str, run: TextRun
         error = float((found - expected).norm() / expected.norm())
         assert 1e-5 < error < 2e-2
         # Sharded weights are gathered in the narrow format, a layer at a time.
-        assert layout == "sharding2" or dtypes == {weights, "float32 norm"}
+        assert layout == "sharding2" or dtypes == {weights}
 
 
 def dtypes_of(decoder: Decoder) -> set[str]:
@@ -148,10 +148,7 @@ def dtypes_of(decoder: Decoder) -> set[str]:
         return set()
     runner = decoder.runner
     assert all(runner.masters[name] is one for name, one in runner.parameters.items())
-    return {
-        str(one.dtype).removeprefix("torch.") + (" norm" if "norm" in name else "")
-        for name, one in runner.parameters.items()
-    }
+    return {str(one.dtype).removeprefix("torch.") for one in runner.parameters.values()}
 
 
 def test_int8_is_refused_before_anything_is_read(run: TextRun) -> None:

@@ -35,11 +35,10 @@ def test_a_part_has_what_the_table_gives_its_place(layers: range) -> None:
     assert {name for name, _ in part.named_parameters()} == expected
 
 
-def test_biases_and_norms_do_not_decay_and_norms_stay_in_fp32() -> None:
+def test_biases_and_norms_do_not_decay() -> None:
     table = table_of(SHAPES[0])
     spared = {name for name, row in table if not row.weight_decay}
     assert spared == {name for name in table.shapes if name.endswith(".bias") or "norm" in name}
-    assert {name for name, row in table if row.stays_fp32} == {n for n in spared if "norm" in n}
 
 
 def test_a_table_is_read_by_the_name_in_any_layer() -> None:

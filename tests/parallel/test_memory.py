@@ -144,8 +144,8 @@ def test_a_stage_divides_what_it_says(
         return tuple(held / whole for held in seen[1])
 
     for held in on_ranks(2, between_micro_batches):
-        # LayerNorms stay in fp32, which is the little that is left.
-        assert held == pytest.approx(expected[stage], rel=0.02)
+        # A shard is of whole rows, which need not divide.
+        assert held == pytest.approx(expected[stage], rel=0.005)
 
 
 # In bytes for each parameter, of which one of twelve layers needs a third for itself. Torch's

@@ -133,6 +133,18 @@ def test_formulas_agree_with_the_real_code(small: Path, name: str) -> None:
             assert counted.get(axis, 0) == expected, (axis, rank)
 
 
+def test_sharding_gathers_each_layer_in_one_message_and_in_low_precision(small: Path) -> None:
+    """But for the norms at O1, which are computed with in fp32: a second, small one."""
+    layout, kind = [f"{SHARDING}=2", f"{STAGE}=3", f"{MICRO}=8"], ("sharding", "all-gather")
+    wide, autocast, low = (
+        dry_run(load_config(small, [*layout, *precision]), 0).traffic for precision in ([], O1, O2)
+    )
+    assert wide.calls[kind] == low.calls[kind] == 2 * 7 + 1  # forward, backward, and the ends
+    assert autocast.calls[kind] == 2 * 2 * 7 + 1
+    assert low.bytes_[kind] == wide.bytes_[kind] / 2
+    assert low.bytes_[kind] < autocast.bytes_[kind] < 0.6 * wide.bytes_[kind]
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
 @pytest.mark.parametrize("layers", [8, 9, 13, 14])
 def test_layers_of_a_stage_are_those_of_the_real_code(schedule: str, layers: int) -> None:
