@@ -10,11 +10,10 @@ import math
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
 from fourfold.config.findings import ConfigFindings, multiple_near
-from fourfold.config.schema import Config, Dtype, Level, ModelSection
+from fourfold.config.schema import Config, Dtype, ModelSection, default_level
 from fourfold.errors import Setting
 
 DEFAULT_MICRO_BATCH = 8
-_LEVELS: dict[Dtype, Level | None] = {"float32": None, "bfloat16": "O1", "float16": "O2"}
 _BATCH = "Data.batch_size"
 _DEGREES = (
     "Distributed.dp_degree",
@@ -231,7 +230,10 @@ def _resolve_precision(config: Config, findings: ConfigFindings) -> None:
         findings.notice(f"{said}; {precision.dtype} is used", *names)
     precision.use_pure_fp16 = precision.dtype == "float16"
     if precision.level is None:
-        precision.level = _LEVELS[precision.dtype]
+        # With bfloat16 it depends on the device, which `auto` finds when the run starts.
+        if precision.dtype != "bfloat16" or config.Global.device != "auto":
+            on_cpu = config.Global.device == "cpu"
+            precision.level = default_level(precision.dtype, on_cpu=on_cpu)
     elif precision.dtype == "float32":
         findings.notice(
             f"Engine.mix_precision.level={precision.level} has no effect with float32",

@@ -62,6 +62,13 @@ class GlobalSection(Section):
     )
 
 
+def default_level(dtype: Dtype, *, on_cpu: bool) -> Level | None:
+    """Of mixed precision, where none is given."""
+    if dtype == "float32":
+        return None
+    return "O1" if on_cpu and dtype == "bfloat16" else "O2"
+
+
 class MixPrecisionSection(Section):
     use_pure_fp16: bool = derived(
         "Mixed precision: float16 with float32 master weights, the originals' switch. Null follows "
@@ -74,7 +81,7 @@ class MixPrecisionSection(Section):
     level: Level | None = key(
         None,
         "How dtype is applied: O1 is autocast with float32 weights, O2 is weights of that type "
-        "with float32 master weights. Null is O1 with bfloat16, O2 with float16; float32 has no "
+        "with float32 master weights. Null is O2, but O1 with bfloat16 on a CPU; float32 has no "
         "level.",
     )
     scale_loss: Positive = key(32768.0, "Initial dynamic loss scale; used with float16 only.")

@@ -78,13 +78,12 @@ class _Rules:
     """How ranks are built, for all ranks of one configuration."""
 
     def __init__(self, config: Config) -> None:
-        shape, mixed = ModelShape.of(config.Model), config.Engine.mix_precision
-        precision = Precision(mixed.dtype, mixed.level)
+        shape, precision = ModelShape.of(config.Model), Precision.of(config)
         self.layout = layout_of(config)
         sharded = self.layout.sharding > 1
         self.table = table_of(shape)
         self.itemsizes = {
-            row.name: precision.weight_dtype(row, sharded=sharded).itemsize
+            row.name: precision.weight_dtype(self.table, row.name, sharded=sharded).itemsize
             for row in self.table.rows
         }
         pipeline = range(self.layout.pp)

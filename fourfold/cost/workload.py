@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fourfold.config import Config
+from fourfold.config.schema import default_level
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of
@@ -198,7 +199,8 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
     kernels = on_cpu and usable(torch.device("cpu"), getattr(torch, precision.dtype))
     remakes = on_cpu and config.Engine.graph_mode == "dynamic"
     sharding = config.Distributed.sharding
-    masters = precision.level == "O2"
+    level = precision.level or default_level(precision.dtype, on_cpu=on_cpu)
+    masters = level == "O2"
     return Software(
         compute_bytes=2 if low else 4,
         weight_bytes=2 if masters else 4,

@@ -63,8 +63,7 @@ def parallelize(config: Config, mesh: Mesh, device: torch.device, *, trains: boo
 
 def build_on_meta(config: Config, mesh: Mesh, device: torch.device) -> MetaParts:
     layout, model, shape = mesh.layout, config.Model, ModelShape.of(config.Model)
-    precision = Precision(config.Engine.mix_precision.dtype, config.Engine.mix_precision.level)
-    sharding, home = None, device
+    precision, sharding, home = Precision.of(config), None, device
     if layout.sharding > 1:
         from fourfold.parallel.fsdp import Sharding
 

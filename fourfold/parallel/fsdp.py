@@ -77,7 +77,7 @@ class Sharding:
             for path, module in model.layers[number].named_modules(prefix=f"layers.{number}")
             if (names := [name for name, _ in module.named_parameters(path, recurse=False)])
             and all(
-                self.precision.weight_dtype(model.table[name], sharded=True) == torch.float32
+                self.precision.weight_dtype(model.table, name, sharded=True) == torch.float32
                 for name in names
             )
         ]

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import native
-from fourfold.model import kernels
-from fourfold.model.params import Param
+from fourfold.config import Config
+from fourfold.config.schema import default_level
+from fourfold.device import is_cpu
+from fourfold.model import ParamTable, kernels
+from fourfold.parallel.parameters import name_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,6 +43,12 @@ class Precision:
     def __init__(self, dtype: str, level: str | None) -> None:
         self.dtype = DTYPES[dtype]
         self.level = level if dtype != "float32" else None
+
+    @classmethod
+    def of(cls, config: Config) -> Precision:
+        """As configured, on the device that is configured."""
+        section, on_cpu = config.Engine.mix_precision, is_cpu(config.Global.device)
+        return cls(section.dtype, section.level or default_level(section.dtype, on_cpu=on_cpu))
 
     @property
     def scales_loss(self) -> bool:
@@ -69,12 +78,13 @@ class Precision:
         """Those that are kept in low precision, beside their masters."""
         return parameters if self.level == "O2" else {}
 
-    def weight_dtype(self, row: Param, *, sharded: bool) -> torch.dtype:
+    def weight_dtype(self, table: ParamTable, key: str, *, sharded: bool) -> torch.dtype:
         """The dtype of this parameter as a step holds it, whole; sharded, as it is gathered.
 
         At O1 the linear layers' are gathered as autocast would cast them, in half the bytes.
         Norms and embeddings are computed with in fp32 there.
         """
+        row = table[name_of(key)]
         cast = sharded and self.level == "O1" and row.in_every_layer and row.kind == "linear"
         return self.dtype if cast or self.level == "O2" else torch.float32
 

@@ -30,6 +30,7 @@ from fourfold.config import Config
 from fourfold.cost.memory import stage_parameters, traffic_of
 from fourfold.cost.rank_memory import RankMemory, memory_of_rank
 from fourfold.cost.workload import spread_of, workload_of
+from fourfold.device import is_cpu
 from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
 from fourfold.model.gpt import GPT
@@ -176,7 +177,8 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     place = layout.coordinates(rank)
     placed = ", ".join(f"{axis} {place[axis]}" for axis in AXES)
     yield f"rank {rank} of {layout.world_size}, layout {layout}: {placed}"
-    workload, spread = workload_of(config), spread_of(config)
+    workload = workload_of(config, on_cpu=is_cpu(config.Global.device))
+    spread = spread_of(config)
     planned = stage_parameters(workload.network, spread, place["pp"], place["mp"])
     yield (
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "

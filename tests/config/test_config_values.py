@@ -73,11 +73,11 @@ def test_save_steps_has_one_way_to_say_never(load: Load) -> None:
         ([], "float32", None, False),
         (["use_pure_fp16=True"], "float16", "O2", False),
         (["use_pure_fp16=False"], "float32", None, False),
-        (["dtype=bfloat16"], "bfloat16", "O1", False),
+        (["dtype=bfloat16"], "bfloat16", None, False),  # it depends on the device
         (["dtype=bfloat16", "level=o1"], "bfloat16", "O1", False),
         (["dtype=bfloat16", "level=O2"], "bfloat16", "O2", False),
         (["dtype=float32", "level=O2"], "float32", None, True),
-        (["use_pure_fp16=True", "dtype=bfloat16"], "bfloat16", "O1", True),
+        (["use_pure_fp16=True", "dtype=bfloat16"], "bfloat16", None, True),
     ],
 )
 def test_precision(
@@ -365,6 +365,23 @@ def test_key_without_effect_is_said(overrides: list[str], notice: str, load: Loa
     (line,) = config.notices
     assert line.startswith("-o ")
     assert notice in line
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "level"),
+    [
+        ("float32", "gpu", None),
+        ("float16", "auto", "O2"),
+        ("bfloat16", "cpu", "O1"),
+        ("bfloat16", "gpu", "O2"),
+        ("bfloat16", "auto", None),
+    ],
+)
+def test_the_level_follows_from_the_device(
+    dtype: str, device: str, level: str | None, load: Load
+) -> None:
+    values = [f"Engine.mix_precision.dtype={dtype}", f"Global.device={device}"]
+    assert load("", values).Engine.mix_precision.level == level
 
 
 def test_uneven_stages_are_said(load: Load) -> None:

@@ -33,6 +33,7 @@ LAYOUTS = [
     *(Case(layout) for layout in ("sh2 stage3 mp2 sp", "pp2 sh2 stage3 mp2 sp")),
     Case("dp2", extras=("Fused.tensor_fusion=True",)),
     Case("sh2 stage3 mp2", extras=recompute("full")),
+    Case("sh2 stage3", extras=recompute("full"), dtype="bfloat16", level="O1"),
     Case("sh2 stage3 mp2 sp", ("Model.hidden_size=256",), extras=(*micro(4), OFFLOAD)),
     *(case for case in CASES if case.settings and case.world == 2),
     *(case for case in CASES if case.level and case.world < 8),
@@ -108,6 +109,13 @@ def test_a_resumed_run_equals_the_straight_one(devices: Devices) -> None:
     start = f"Engine.save_load.ckpt_dir={straight / 'step_4'}"
     resumed = devices.train(case, "resumed", start)
     assert different(straight / "step_5", resumed / "step_5") == []
+
+
+def test_bfloat16_is_weights_of_that_type_unless_asked_otherwise(devices: Devices) -> None:
+    devices.train(Case("dp2", dtype="bfloat16"), "low")
+    assert "bfloat16 weights, fp32 master weights" in devices.said
+    devices.train(Case("dp2", dtype="bfloat16", level="O1"), "autocast")
+    assert "bfloat16 autocast, fp32 weights" in devices.said
 
 
 # -- results that are told a step late -------------------------------------------------------------

@@ -15,7 +15,6 @@ from fourfold.device import is_cpu
 from fourfold.mesh import fake_mesh
 from fourfold.model import GPT, ModelShape
 from fourfold.parallel import Runner, layout_of, parallelize
-from fourfold.parallel.parameters import name_of
 from fourfold.shards import local
 
 
@@ -70,8 +69,11 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _compute_bytes(name: str, parameter: Tensor, runner: Runner) -> int:
     """Of the whole tensor a step computes with; a DTensor's size is that of all its shards."""
-    row, sharded = runner.table[name_of(name)], runner.sharding is not None
-    return parameter.numel() * runner.precision.weight_dtype(row, sharded=sharded).itemsize
+    sharded = runner.sharding is not None
+    return (
+        parameter.numel()
+        * runner.precision.weight_dtype(runner.table, name, sharded=sharded).itemsize
+    )
 
 
 def _widest_layer(part: GPT, runner: Runner) -> int:
