@@ -393,8 +393,10 @@ class ModelSection(Section):
         "With mp_degree above 1, split the activations between the tensor-parallel blocks along "
         "the sequence too. Same numbers but for where dropout falls, less memory.",
     )
-    loss_chunk_tokens: Count = key(
-        1024, "Tokens whose logits exist at one time while the loss is computed; bounds its memory."
+    loss_chunk_tokens: Count | None = key(
+        None,
+        "Tokens whose logits exist at one time while the loss is computed; bounds its memory. Null "
+        "is 1024 on a CPU and 4096 on a GPU.",
     )
 
 

@@ -21,6 +21,7 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of
 from fourfold.model.kernels import usable
+from fourfold.model.loss import default_chunk_tokens
 
 RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "ops", "full")
 
@@ -143,7 +144,7 @@ class Software:
     tensor_overlap: Numbers = 0.0  # share of tensor parallelism's messages beside products
     mask_bytes: Numbers = 1  # of dropout, per number it falls on
     logit_bytes: Numbers = 12  # per logit held at once
-    logit_tokens: Numbers = np.inf  # of a chunk of logits
+    logit_tokens: Numbers = np.inf  # of a chunk of logits, one of which is held at a time
     overlap: Numbers = 1.0  # share of gradient communication that may hide behind backward
     data_inside_pipeline: Numbers = False  # rank order: Megatron's; Fourfold puts data outermost
     split_sends: Numbers = False  # pipeline messages cut over the tensor-parallel ranks
@@ -225,7 +226,7 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         # In place, by our own kernel in low precision too; else there are fp32 probabilities and
         # the gradient besides.
         logit_bytes=4 if not low else 2 if kernels and config.Distributed.mp_degree == 1 else 8,
-        logit_tokens=model.loss_chunk_tokens,
+        logit_tokens=model.loss_chunk_tokens or default_chunk_tokens(on_cpu=on_cpu),
         # A processor that moves messages does not compute meanwhile.
         overlap=0.0 if on_cpu else 1.0,
         fused=config.Engine.graph_mode == "static",

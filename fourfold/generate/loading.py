@@ -126,8 +126,7 @@ def _empty(shape: ModelShape, device: torch.device) -> GPT:
 
 def model_sizes() -> list[str]:
     """The keys of `Model` that another tool's checkpoint decides."""
-    whole_numbers = [field.name for field in fields(ModelShape) if field.type == "int"]
-    return [name for name in whole_numbers if name != "loss_chunk_tokens"]
+    return [field.name for field in fields(ModelShape) if field.type == "int"]
 
 
 def other_sizes(config: Config, shape: ModelShape) -> list[str]:

@@ -23,7 +23,7 @@ def head_cross_entropy(
     labels: Tensor,
     loss_mask: Tensor,
     scale: float | Tensor,
-    chunk_tokens: int,
+    chunk_tokens: int | None = None,
     vocabulary: Vocabulary | None = None,
     tied: TiedGradient | None = None,
 ) -> Tensor:
@@ -31,11 +31,19 @@ def head_cross_entropy(
     dtype = compute_dtype(hidden.device, head.dtype)
     weights = loss_mask.to(_wide(dtype)) * scale  # (N,)
     vocabulary = vocabulary or Vocabulary()
+    chunk_tokens = chunk_tokens or default_chunk_tokens(on_cpu=hidden.is_cpu)
     # Asked here, for inside the function gradients are always off.
     trains = torch.is_grad_enabled()
     return _HeadCrossEntropy.apply(
         hidden, head, labels, weights, chunk_tokens, dtype, vocabulary, trains, tied
     )
+
+
+def default_chunk_tokens(*, on_cpu: bool) -> int:
+    """Large enough that adding a chunk's gradient to the head's, a pass over (V, D) in fp32, costs
+    little beside its products: a GPU makes the products faster, by more than it has faster memory.
+    """
+    return 1024 if on_cpu else 4096
 
 
 def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:

@@ -40,7 +40,7 @@ class ModelShape:
     initializer_range: float = 0.02
     depth_scaled_init: bool = False
     fused_linear: bool = True
-    loss_chunk_tokens: int = 1024
+    loss_chunk_tokens: int | None = None  # by the device
     network: str = "GPT"
 
     @classmethod

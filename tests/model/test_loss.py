@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.model import GPT
@@ -70,6 +71,23 @@ def test_no_gradient_work_without_gradients(
     torch.testing.assert_close(value, plain(hidden, head, labels, mask, 1.0))
     assert value.requires_grad == (mode is torch.enable_grad)
     assert counted.products == (3 if value.requires_grad else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_one_chunk_however_many_there_are(dtype: torch.dtype) -> None:
+    def peak(chunks: int) -> int:
+        tokens, words, width = 64 * chunks, 4096, 4
+        hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+        head = torch.randn(words, width, dtype=dtype, requires_grad=True)
+        labels, mask = torch.zeros(tokens, dtype=torch.long), torch.ones(tokens)
+        tracker = MemTracker()
+        with tracker:
+            head_cross_entropy(hidden, head, labels, mask, 1.0, 64).backward()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+    each_logit = 4 if dtype == torch.float32 else 6
+    assert peak(1) < 1.2 * each_logit * 64 * 4096
+    assert peak(8) < 1.02 * peak(1)
 
 
 def test_autocast_computes_the_head_in_bf16(inputs: tuple[Tensor, ...]) -> None:
