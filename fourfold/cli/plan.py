@@ -350,7 +350,7 @@ def _print_plan(plan: Plan, top: int, economics: Economics) -> None:
     for line in heading_lines(plan):
         print(line)
     _print_table(headings(economics), table(plan, top, economics))
-    for line in advice_lines(plan, economics):
+    for line in advice_lines(plan, top, economics):
         print(line)
 
 

@@ -116,7 +116,7 @@ def memory_line(candidate: Candidate) -> str:
     )
 
 
-def advice_lines(plan: Plan, economics: Economics) -> Iterator[str]:
+def advice_lines(plan: Plan, top: int, economics: Economics) -> Iterator[str]:
     best = plan.best
     if best is None:
         return
@@ -137,7 +137,8 @@ def advice_lines(plan: Plan, economics: Economics) -> Iterator[str]:
         yield f"shape: {remark}"
     yield from precision_advice(plan)
     published = best_of_kind(plan)
-    if published is not None and any(is_above(one, published) for one in plan.candidates):
+    shown = [*plan.candidates[:top], *([] if plan.own is None else [plan.own])]
+    if published is not None and any(is_above(one, published) for one in shown):
         yield _above_line(plan, published)
     yield _band_line(best, plan)
 
