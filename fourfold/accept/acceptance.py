@@ -110,8 +110,11 @@ class Acceptance:
 
     @property
     def layouts(self) -> list[TrialLayout]:
-        fitting = [layout for layout in LAYOUTS if layout.world <= self.world]
-        return [layout for layout in fitting if layout.quick or not self.quick]
+        return [layout for layout in self._fitting if layout.quick or not self.quick]
+
+    @property
+    def _fitting(self) -> list[TrialLayout]:
+        return [one for one in LAYOUTS if one.world <= self.world and one.is_for(self.kind)]
 
     # -- collectives --------------------------------------------------------------------------
 
@@ -174,9 +177,8 @@ class Acceptance:
             for what, key in (("losses", "loss"), ("norms", "grad_norm"))
         }
         try:
-            # In low precision the gradient of what is nearly zero is rounding, and nothing else.
             figures["tensors"] = self.ground.difference(
-                reference.checkpoint(), ran.checkpoint(), moments=bounds != LOW_BOUNDS
+                reference.checkpoint(), ran.checkpoint(), low=bounds == LOW_BOUNDS
             )
         except TrialError as error:
             return Check(name, "failed", str(error), dict(figures))
@@ -191,7 +193,7 @@ class Acceptance:
     # -- killed and resumed -------------------------------------------------------------------
 
     def resuming(self) -> Iterator[Check]:
-        fitting = [layout for layout in LAYOUTS if layout.world <= self.world and not layout.low]
+        fitting = [layout for layout in self._fitting if not layout.low]
         chosen = fitting[-1:] if self.quick else [fitting[-1], *fitting[:1]]
         if not fitting:
             chosen = [TrialLayout("one process", {})]
@@ -260,7 +262,8 @@ class Acceptance:
             yield self._bench(name, values, cluster)
 
     def _benches(self) -> list[tuple[str, Values]]:
-        fitting = [row for row in BENCHES if TrialLayout(row[0], row[1]).world <= self.world]
+        trials = [(row, TrialLayout(*row)) for row in BENCHES]
+        fitting = [row for row, one in trials if one.world <= self.world and one.is_for(self.kind)]
         return [row for row in fitting if row[0] in QUICK_BENCHES or not self.quick]
 
     def _measured_cluster(self) -> Cluster:
@@ -354,8 +357,8 @@ class Acceptance:
             yield Check(
                 "GPUs",
                 "not shown",
-                "no kernel, no NCCL message and no device memory of a GPU was used; all of the "
-                "above is of gloo and the processor",
+                "no kernel, no NCCL message, no compiled graph and no device memory of a GPU was "
+                "used; all of the above is of gloo and the processor",
             )
         larger = [layout.name for layout in LAYOUTS if layout.world > self.world]
         if larger:

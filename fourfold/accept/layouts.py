@@ -18,12 +18,14 @@ SHARDING, STAGE = "Distributed.sharding.sharding_degree", "Distributed.sharding.
 SP, SCHEDULE = "Model.sequence_parallel", "Distributed.pp_schedule"
 VIRTUAL, MICRO = "Distributed.virtual_pp_degree", "Data.batch_size.micro_batch_size"
 RECOMPUTE, GRANULARITY = "Model.use_recompute", "Model.recompute_granularity"
+COMPILED = {"Engine.graph_mode": "static"}
 BFLOAT16 = {"Engine.mix_precision.dtype": "bfloat16", "Engine.mix_precision.level": "O2"}
 MOST_RANKS = 8
 # Relative: of losses and norms, and of weights and moments. On GPUs products of other shapes are
 # other kernels, with other orders of additions.
 BOUNDS = {"cpu": (1e-5, 1e-4), "gpu": (1e-4, 1e-3)}
-LOW_BOUNDS = (2e-3, 0.1)
+# In bfloat16: a gradient that is lost or counted twice moves a weight by as much as it is updated.
+LOW_BOUNDS = (5e-3, 0.2)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class TrialLayout:
             product *= degree
         return product
 
+    def is_for(self, kind: str) -> bool:
+        """Compiled graphs are tried on GPUs: a processor's need a C++ compiler, and have tests."""
+        return kind == "gpu" or not self.values.items() >= COMPILED.items()
+
     @property
     def file_name(self) -> str:
         return self.name.replace(",", "").replace(" ", "_")
@@ -58,6 +64,8 @@ LAYOUTS = [
     TrialLayout("sharding2, stage 1", {SHARDING: 2, STAGE: 1}),
     TrialLayout("sharding2, stage 2", {SHARDING: 2, STAGE: 2}),
     TrialLayout("sharding2, stage 3", {SHARDING: 2, STAGE: 3}, quick=True),
+    TrialLayout("dp2, compiled", {DP: 2, **COMPILED}),
+    TrialLayout("sharding2, stage 3, compiled", {SHARDING: 2, STAGE: 3, **COMPILED}),
     TrialLayout("mp2, bfloat16", {MP: 2, **BFLOAT16}, low=True),
     TrialLayout("sharding2, stage 3, bfloat16", {SHARDING: 2, STAGE: 3, **BFLOAT16}, low=True),
     TrialLayout("mp2, all recomputed", {MP: 2, RECOMPUTE: True, GRANULARITY: "full"}),
@@ -78,11 +86,11 @@ BENCHES: list[tuple[str, Values]] = [
     ("one device, micro-batches of 4", {MICRO: 4}),
     ("one device, all recomputed", {MICRO: 4, RECOMPUTE: True, GRANULARITY: "full"}),
     ("one device, norms and GELU recomputed", {MICRO: 4, RECOMPUTE: True, GRANULARITY: "ops"}),
+    ("one device, compiled", {MICRO: 16, **COMPILED}),
     ("dp2", {DP: 2, MICRO: 8}),
     ("mp2, sequence parallel", {MP: 2, SP: True, MICRO: 8}),
     ("pp2, 8 micro-batches", {PP: 2, MICRO: 2}),
     ("sharding2, stage 3", {SHARDING: 2, STAGE: 3, MICRO: 8}),
-    ("dp2 mp2", {DP: 2, MP: 2, MICRO: 8}),
     ("pp2 sharding2, stage 1", {PP: 2, SHARDING: 2, STAGE: 1, MICRO: 2}),
 ]
 QUICK_BENCHES = ("one device, micro-batches of 4", "dp2", "mp2, sequence parallel")
@@ -110,7 +118,7 @@ ABOUT = {
     "three sizes and three number formats.",
     "equivalence": f"{STEPS} steps of a small GPT in each layout against a single process on the "
     "same kind of device: the largest relative differences of losses, of gradient norms, and of "
-    "all weights and moments in the last checkpoint (in bfloat16 of weights alone).",
+    "all weights and moments in the last checkpoint (in bfloat16 of the norms of weights).",
     "resuming": "Runs that were interrupted against runs that were not. In the same layout, on a "
     "processor, the difference must be zero.",
     "speed": "Seconds a step against what `fourfold plan` predicts from this machine as `fourfold "

@@ -189,10 +189,15 @@ class Ground:
             raise TrialError(without_paths("\n".join(said)))
         return [json.loads((answers / str(rank)).read_text()) for rank in range(world)]
 
-    def difference(self, one: Path, other: Path, *, moments: bool = True) -> float:
+    def difference(self, one: Path, other: Path, *, low: bool = False) -> float:
         """The largest between the tensors of two checkpoints, relative to the largest value of
-        each; 0 only where all bits are equal. Moments are compared too, unless they are noise."""
-        return float(self.ask(1, lambda: _difference(one, other, moments))[0])
+        each; 0 only where all bits are equal.
+
+        In low precision a gradient that is nearly zero is rounding, of which Adam makes a whole
+        step: so there weights are compared and not moments, and each by its norm, not by the one
+        element that is furthest off.
+        """
+        return float(self.ask(1, lambda: _difference(one, other, low))[0])
 
 
 class TrialError(Exception):
@@ -209,27 +214,28 @@ def without_paths(said: str) -> str:
     return " / ".join(lines[-3:])[-400:]
 
 
-def _difference(one: Path, other: Path, moments: bool) -> float:
+def _difference(one: Path, other: Path, low: bool) -> float:
     names, theirs = checkpoint.tensor_names(one), checkpoint.tensor_names(other)
     if names != theirs:
         return float("inf")
-    names = {name: which for name, which in names.items() if moments or _kind(name) == "model"}
+    names = {name: which for name, which in names.items() if not low or _kind(name) == "model"}
+    size = _norm if low else _largest
     held = []
     for directory in (one, other):
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in names.items()}
-        checkpoint.load(directory, tensors, "" if moments else "model.")
+        checkpoint.load(directory, tensors, "model." if low else "")
         held.append(tensors)
     kinds = {name: _kind(name) for name in names}
     scales = dict.fromkeys(kinds.values(), 0.0)
     for name, tensor in held[0].items():
-        scales[kinds[name]] = max(scales[kinds[name]], _largest(tensor))
+        scales[kinds[name]] = max(scales[kinds[name]], size(tensor))
     differences = [0.0]
     for name, tensor in held[0].items():
         if not torch.equal(tensor, held[1][name]):
             # Some gradients are zero but for rounding (a key's bias moves every score of a row
             # alike), so a tensor counts with a thousandth of the largest of its kind at least.
-            scale = max(_largest(tensor), 1e-3 * scales[kinds[name]], 1e-30)
-            differences.append(_largest(tensor.double() - held[1][name].double()) / scale)
+            scale = max(size(tensor), 1e-3 * scales[kinds[name]], 1e-30)
+            differences.append(size(tensor.double() - held[1][name].double()) / scale)
     return max(differences)
 
 
@@ -240,6 +246,10 @@ def _kind(name: str) -> str:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
 
 
 # -- memory -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fourfold.accept.report import AcceptanceReport, Check, ReportSection, page_
 from fourfold.accept.trials import without_paths
 from fourfold.cli import command_line, main
 from fourfold.engine import Engine, saving
+from fourfold.parallel import Runner
 from fourfold.parallel.tensor import VocabularyRows
 
 
@@ -86,6 +87,29 @@ def test_a_changed_loss_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (check,) = report["sections"][0]["checks"]
     assert check["figures"]["losses"] == pytest.approx(1e-4, rel=0.1)
     assert check["detail"] == "losses above 1e-05"
+
+
+def test_a_gradient_that_is_lost_is_named_in_low_precision_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one bias of 64 numbers; by rounding alone single elements are nearly as far off."""
+    sound = Runner.squared_norm
+
+    def unsound(self: Runner) -> Tensor:
+        found = sound(self)
+        gradient = self.masters["layers.2.attn.out.bias"].grad
+        assert gradient is not None
+        gradient.mul_(0.0 if self.mesh.size > 1 else 1.0)
+        return found
+
+    only_layout("mp2, bfloat16", monkeypatch)
+    monkeypatch.setattr(acceptance.Acceptance, "layouts", acceptance.LAYOUTS)
+    result, report = accepted(tmp_path / "sound", "--only", "equivalence")
+    assert result.exit_code == 0, result.stdout
+    monkeypatch.setattr(Runner, "squared_norm", unsound)
+    result, report = accepted(tmp_path / "unsound", "--only", "equivalence")
+    assert report["failed"] == ["equivalence: mp2, bfloat16"]
+    assert "tensors above 0.2" in report["sections"][0]["checks"][0]["detail"]
 
 
 def test_a_run_that_resumes_wrongly_is_named(

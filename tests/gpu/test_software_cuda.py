@@ -7,12 +7,14 @@ late, checkpoints copied to the host. It needs a C++ compiler.
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.cuda_stand_in import NAME
 from helpers.forked import fourfold
 from helpers.layout_runs import Runs, different, losses, records, tensors
 from helpers.layout_table import CASES, Case, micro, recompute
@@ -162,6 +164,20 @@ def test_logs_come_at_their_steps(devices: Devices) -> None:
         ours, theirs = ([one["step"] for one in records(run, kind)] for run in (gpu, cpu))
         assert ours == theirs, kind
     assert [one["step"] for one in records(gpu)] == [2, 4]
+
+
+# -- the kit for the first machine ----------------------------------------------------------------
+
+
+def test_the_acceptance_of_gpus(devices: Devices, tmp_path: Path) -> None:
+    """All but speed, for which the doctor starts a process that has no such devices."""
+    sections = ("collectives", "equivalence", "resuming")
+    words = ["accept", "--quick", "--device", "gpu", "--devices", "2", "--output", str(tmp_path)]
+    assert devices.run([*words, "--only", ",".join(sections)]) == 0, devices.said
+    report = json.loads((tmp_path / "acceptance.json").read_text())
+    assert report["machine"]["device"] == NAME and report["machine"]["gpus"] == 8
+    assert [section["title"] for section in report["sections"]] == [*sections, "not shown"]
+    assert "GPUs" not in {check["name"] for check in report["sections"][-1]["checks"]}
 
 
 # -- texts and measures ----------------------------------------------------------------------------

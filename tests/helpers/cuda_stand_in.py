@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 
 DEVICES = 8
 NAME, CAPABILITY = "NVIDIA H100 80GB HBM3", (9, 0)
@@ -127,3 +128,4 @@ def pretend() -> None:
         setattr(cuda, f"max_{name}", lambda *device: 0)
     cuda.reset_peak_memory_stats = lambda *device: None
     cuda.empty_cache = lambda: None
+    cuda.nccl.version = lambda: (0, 0, 0)
