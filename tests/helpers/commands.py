@@ -28,7 +28,22 @@ SHELLS = ("bash", "shell", "sh", "console")
 NEEDS = re.compile(r"<!-- needs: (.+) -->")
 HERE_DOCUMENT = re.compile(r"<<\s*'?(\w+)'?")
 # Programs of others, whose options are their affair.
-OTHERS = (".", "curl", "export", "git", "mkdir", "pip", "python", "tar", "wget", ".venv/bin/pytest")
+OTHERS = (
+    *(
+        ".",
+        "curl",
+        "export",
+        "git",
+        "mkdir",
+        "nvidia-smi",
+        "pip",
+        "python",
+        "python3",
+        "tar",
+        "wget",
+    ),
+    ".venv/bin/pytest",
+)
 
 
 @dataclass(frozen=True)
