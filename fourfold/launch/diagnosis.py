@@ -116,6 +116,9 @@ CANNOT_ANSWER = {
     "Z": "has just ended",
 }
 
+# Named, not imported: that would bring torch.
+OUR_COLLECTIVES = "/fourfold/parallel/shared_memory.py"
+
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
@@ -140,12 +143,14 @@ class RankStack:
 
     @property
     def waits_for_others(self) -> bool:
-        """Inside torch.distributed, or in an operator called from there, or in `Work.wait`."""
+        """Inside torch.distributed or a collective of ours, or in an operator called from there,
+        or in `Work.wait`."""
         for frame in self.frames:
             if not frame.file.endswith("/torch/_ops.py"):
                 # Waits written in Python have a frame of their own; Work.wait is native.
                 waits = ".wait(" in linecache.getline(frame.file, frame.line)
-                return waits or "/torch/distributed/" in frame.file
+                meets = frame.file.endswith(OUR_COLLECTIVES)
+                return waits or meets or "/torch/distributed/" in frame.file
         return False
 
     def __str__(self) -> str:

@@ -23,6 +23,7 @@ from fourfold.errors import RunError
 from fourfold.mesh import Mesh, sum_over
 from fourfold.model import ParamTable
 from fourfold.parallel.parameters import name_of, tied_keys
+from fourfold.parallel.shared_memory import all_reduce, neighbours
 from fourfold.shards import Shard, local
 
 
@@ -33,14 +34,21 @@ class Bucket:
         self.parameters = parameters
         self.group = group
         self.arrived = 0
-        self.sent: dist.Work | None = None
+        self.is_sent = False
+        self.sent: dist.Work | None = None  # None also if it has come back
         self.to_copy: list[tuple[Tensor, Tensor]] = []
 
     def send(self) -> None:
         """From here on the gradients are views of the message, so they are not stored twice."""
+        self.is_sent = True
         members = [p for p in self.parameters if p.grad is not None]
         flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
-        self.sent = dist.all_reduce(flat, group=self.group, async_op=True)
+        if neighbours(flat, self.group) is None:
+            self.sent = dist.all_reduce(flat, group=self.group, async_op=True)
+        else:
+            # Done at once: gloo's threads would take longer, and take the time from the backward
+            # pass, which needs every core.
+            all_reduce(flat, self.group)
         for parameter, piece in zip(members, flat.split([p.numel() for p in members])):
             summed = piece.view_as(parameter)
             if parameter.grad is not None and parameter.grad._is_view():
@@ -50,14 +58,14 @@ class Bucket:
                 parameter.grad = summed
 
     def receive(self) -> None:
-        if self.sent is None:
+        if not self.is_sent:
             self.send()
-        assert self.sent is not None
-        with timed_comm():
-            self.sent.wait()
+        if self.sent is not None:
+            with timed_comm():
+                self.sent.wait()
         for gradient, summed in self.to_copy:
             gradient.copy_(summed)
-        self.arrived, self.sent, self.to_copy = 0, None, []
+        self.arrived, self.is_sent, self.sent, self.to_copy = 0, False, None, []
 
 
 class GradientSync:
@@ -118,7 +126,12 @@ def sum_tied(table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh) ->
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        sum_over(mesh.tied_embedding_group, gradients)
+        group = mesh.tied_embedding_group
+        (gradient,) = gradients
+        if group is not None and gradient.is_contiguous():
+            all_reduce(gradient, group)  # where it is: as large as it is, each copy counts
+        else:
+            sum_over(group, gradients)
 
 
 # -- replica drift --------------------------------------------------------------------------------

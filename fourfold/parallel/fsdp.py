@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,6 +37,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fourfold.comm_timer import timed_comm
 from fourfold.model.gpt import GPT
 from fourfold.parallel.precision import Precision
+from fourfold.parallel.shared_memory import all_gather, neighbours, reduce_scatter
 
 
 class Sharding:
@@ -67,8 +70,8 @@ class Sharding:
             module.set_gradient_divide_factor(1.0)
             # gloo has no other sum with a factor of one.
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(TimedAllGather())
-            module.set_custom_reduce_scatter(TimedReduceScatter())
+            module.set_custom_all_gather(NearbyAllGather())
+            module.set_custom_reduce_scatter(NearbyReduceScatter())
 
     def _gathered_in_fp32(self, model: GPT, number: str) -> list[nn.Module]:
         """The modules of a layer whose parameters are."""
@@ -111,15 +114,31 @@ def offsets_of_shard(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
     return compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)[1]
 
 
-class TimedAllGather(DefaultAllGather):
-    """Torch's own, timed."""
+class NearbyAllGather(DefaultAllGather):
+    """Torch's own, timed, and through shared memory between ranks of one machine."""
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        with timed_comm():
-            return super().__call__(*given, **named)
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if async_op and neighbours(input_tensor, group) is None:
+            with timed_comm():
+                return super().__call__(output_tensor, input_tensor, group, async_op)
+        all_gather(output_tensor, input_tensor, group)
+        return None
 
 
-class TimedReduceScatter(DefaultReduceScatter):
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        with timed_comm():
-            return super().__call__(*given, **named)
+class NearbyReduceScatter(DefaultReduceScatter):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        assert op == dist.ReduceOp.SUM and not async_op
+        reduce_scatter(output_tensor, input_tensor, group)

@@ -32,12 +32,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from fourfold.comm_timer import timed_comm
 from fourfold.model import kernels
 from fourfold.model.gpt import GPT, CoreAttention, Head, Linear
 from fourfold.model.loss import Vocabulary, compute_dtype
 from fourfold.model.params import split_range
 from fourfold.model.seeds import seed_dropout
+from fourfold.parallel.shared_memory import all_gather, all_reduce, reduce_scatter, summed
 
 
 def apply_model_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -244,14 +244,12 @@ class VocabularyRows(Vocabulary):
         foreign = (target < 0) | (target >= logits.shape[1])
         target = target.masked_fill(foreign, 0)
         largest = logits.amax(dim=1, keepdim=True)
-        with timed_comm():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        all_reduce(largest, self.group, dist.ReduceOp.MAX)
         logits.sub_(largest)
         target_logit = logits.gather(1, target).masked_fill_(foreign, 0.0)
         probabilities = logits.exp_()
         sums = torch.cat([probabilities.sum(dim=1, keepdim=True), target_logit], dim=1)  # (C, 2)
-        with timed_comm():
-            dist.all_reduce(sums, group=self.group)
+        all_reduce(sums, self.group)
         normaliser, target_logit = sums.split(1, dim=1)
         probabilities.div_(normaliser)
         return normaliser.log() - target_logit, target, (~foreign).to(logits.dtype)
@@ -332,13 +330,13 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return summed(gradient, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _summed(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -367,20 +365,11 @@ class _Scatter(torch.autograd.Function):
         return _gathered(gradient, ctx.group), None
 
 
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    # A copy, and contiguous: gloo mixes up the elements of tensors that are not.
-    summed = x.clone(memory_format=torch.contiguous_format)
-    with timed_comm():
-        dist.all_reduce(summed, group=group)
-    return summed
-
-
 def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(B, T, D) of every rank -> (B, T * ranks, D)."""
     first = x.transpose(0, 1).contiguous()  # (T, B, D): positions outermost, as they are gathered
     whole = first.new_empty((first.shape[0] * group.size(), *first.shape[1:]))
-    with timed_comm():
-        dist.all_gather_single(whole, first, group=group)
+    all_gather(whole, first, group)
     return whole.transpose(0, 1).contiguous()
 
 
@@ -388,6 +377,5 @@ def _scattered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(B, T * ranks, D) -> the sum over the ranks, of this rank's positions (B, T, D)."""
     whole = x.transpose(0, 1).contiguous()
     own = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
-    with timed_comm():
-        dist.reduce_scatter_single(own, whole, group=group)
+    reduce_scatter(own, whole, group)
     return own.transpose(0, 1).contiguous()
