@@ -47,6 +47,7 @@ from fourfold.checkpoint.manifest import (
 )
 from fourfold.checkpoint.rendezvous import ALONE, RankGroup
 from fourfold.checkpoint.tensor_files import (
+    Filling,
     dtype_name,
     file_problems,
     header_problems,
@@ -73,14 +74,17 @@ def load(
     prefix: str = "",
     ranks: RankGroup = ALONE,
     hashes: bool = True,
+    read_once: bool = False,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint and return its state.
 
     Over all ranks the names must be exactly the checkpoint's, among those that begin with
     `prefix` ("model." to read the weights alone), and whole shapes and dtypes must be its own.
     Nothing is written into any rank's tensors before every file has been verified: each is hashed
-    by one of the ranks that read it. What one rank raises, all raise. Without `hashes` only sizes
-    and headers are checked, and values that changed on the disk go unnoticed.
+    by one of the ranks that read it. With `read_once` what that rank wants of it is copied as it is
+    hashed; when this raises, the tensors may then hold anything. What one rank raises, all raise.
+    Without `hashes` only sizes and headers are checked, and values that changed on the disk go
+    unnoticed.
     """
     directory, wanted = Path(directory), as_shards(tensors)
     with ExitStack() as closing:
@@ -98,10 +102,13 @@ def load(
         needed = sorted(parts_by_file(manifest, wanted))
         sizes = {file: manifest.files[file].bytes for file in manifest.shards_of(prefix)}
         share = ranks.dealt(needed, sizes)
-        turn(lambda: _check(file_problems(directory, manifest, share, hashes, ranks.beat)))
+        filling = Filling(directory, manifest, wanted)
+        targets = (filling.targets,) if read_once else ()
+        told = (hashes, ranks.beat, *targets)
+        turn(lambda: _check(file_problems(directory, manifest, share, *told)))
         turn(lambda: _check(header_problems(directory, manifest, needed)))
         state = turn(lambda: _read_state(directory, manifest.files[STATE], manifest.hash))
-        turn(lambda: read_shards(directory, manifest, wanted, ranks.beat))
+        turn(lambda: filling.fill_rest(ranks.beat))
     return state
 
 
@@ -117,7 +124,8 @@ def resume(
 
     Each damaged one is reported to `on_notice` and skipped. A sound checkpoint of another model is
     an error at once: an older one would only hide that the wrong run is being resumed. With several
-    ranks, rank 0 lists the candidates and all try the same ones.
+    ranks, rank 0 lists the candidates and all try the same ones. When this raises, the tensors may
+    hold anything.
     """
     reasons: dict[Path, str] = {}
 
@@ -125,7 +133,7 @@ def resume(
         listed = _on_all_ranks(ranks, lambda: _listing(where) if ranks.rank == 0 else [])
         for directory in map(Path, ranks.broadcast(listed)):
             try:
-                return directory, load(directory, tensors, prefix, ranks, hashes)
+                return directory, load(directory, tensors, prefix, ranks, hashes, read_once=True)
             except (MismatchError, MovedError):
                 raise
             except CheckpointError as error:

@@ -2,38 +2,38 @@
 
 Files are named after the first part of the tensors' names, `model-00001-of-00002.safetensors`,
 so that a reader of the model alone reads and hashes nothing else; one of many ranks adds its
-number, `model-rank00003-00001-of-00002.safetensors`. Several are written at once, each tensor
-hashed on its way to the disk: the safetensors library would write first and leave the file to be
-read again, and torch's `HuggingFaceStorageWriter` holds two more copies of it in memory. Both read
-these files as they are.
+number, `model-rank00003-00001-of-00002.safetensors`. Files are hashed on their way (streams.py):
+the safetensors library would write first and leave the file to be read again, and torch's
+`HuggingFaceStorageWriter` holds two more copies of it in memory. Both read these files as they are.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fourfold.checkpoint.bounded import DTYPES, HASH, FileRecord, new_hasher
-from fourfold.checkpoint.index import Part, StoredPiece, group_of
+from fourfold.checkpoint.bounded import DTYPES, FileRecord, new_hasher
+from fourfold.checkpoint.index import Cut, Part, StoredPiece, group_of
 from fourfold.checkpoint.manifest import Manifest
 from fourfold.checkpoint.rendezvous import silent
+from fourfold.checkpoint.streams import (
+    Beat,
+    Incoming,
+    Outgoing,
+    in_threads,
+    read_hashed,
+    write_hashed,
+)
 from fourfold.errors import CheckpointError
 from fourfold.shards import Box, Shard
 
 SHARD_BYTES = 2 << 30
-
-# Of one rank. What they do leaves the interpreter lock free: hashing, writing, reading.
-THREADS = 4
-CHUNK_BYTES = 4 << 20
-BEAT_SECONDS = 0.5
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -74,83 +74,22 @@ def check_writable(pieces: Mapping[str, Shard]) -> None:
                 raise ValueError(f"{name} and {other} are the same memory; give tied tensors once")
 
 
-# --- several files at once --------------------------------------------------------------------
-
-Beat = Callable[[], None]
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class Abandoned(Exception):
-    """Another thread failed, so this one need not finish."""
-
-
-def in_threads(
-    work: Callable[[Item, Beat], Result], items: Iterable[Item], beat: Beat
-) -> list[Result]:
-    """`work(item, progress)` of every item, on a few threads; the first error ends them all.
-
-    The work calls `progress` every few megabytes, and this thread then beats. The threads do not
-    keep the process alive.
-    """
-    waiting = list(enumerate(items))[::-1]
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
-    abandoned, moved = threading.Event(), threading.Event()
-
-    def progress() -> None:
-        if abandoned.is_set():
-            raise Abandoned
-        moved.set()
-
-    def run() -> None:
-        try:
-            while True:
-                try:
-                    number, item = waiting.pop()
-                except IndexError:
-                    return
-                progress()
-                results[number] = work(item, progress)
-        except Abandoned:
-            return
-        except BaseException as error:
-            errors.append(error)
-            abandoned.set()
-
-    threads = [
-        threading.Thread(target=run, name=f"checkpoint-{number}", daemon=True)
-        for number in range(min(THREADS, len(waiting)))
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(BEAT_SECONDS)
-                if moved.is_set():
-                    moved.clear()
-                    beat()
-    except BaseException:
-        abandoned.set()
-        raise
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(results))]
-
-
 # --- writing ----------------------------------------------------------------------------------
 
 
 def write_shards(
-    directory: Path, pieces: Mapping[str, Shard], label: str = "", beat: Beat = silent
+    directory: Path,
+    pieces: Mapping[str, Shard],
+    label: str = "",
+    beat: Beat = silent,
+    sources: Mapping[str, Outgoing] | None = None,
 ) -> Part:
     """Write every piece into `directory`, synced; returns what to record about it.
 
     `label` goes into the names of the files. A rank's empty share of a tensor is not written.
+    `sources` are where the bytes of the pieces come from, if not from the pieces.
     """
+    given = sources_of(pieces) if sources is None else sources
     stored = {
         name: piece for name, piece in pieces.items() if piece.local.numel() or 0 in piece.shape
     }
@@ -158,7 +97,7 @@ def write_shards(
 
     def write(file: str, progress: Beat) -> FileRecord:
         tensors = {name: stored[name].local for name in shards[file]}
-        return write_shard(directory / file, tensors, progress)
+        return _write_file(directory / file, tensors, given, progress)
 
     records = in_threads(write, shards, beat)
     placed = {name: file for file, names in shards.items() for name in names}
@@ -171,30 +110,25 @@ def write_shards(
     )
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], beat: Beat = silent) -> FileRecord:
-    """One safetensors file, hashed while it is written, and synced.
+def sources_of(pieces: Mapping[str, Shard]) -> dict[str, Outgoing]:
+    return {name: Outgoing(piece.local) for name, piece in pieces.items()}
 
-    Of tensors on a device one at a time is brought to the host.
-    """
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], beat: Beat = silent) -> FileRecord:
+    """One safetensors file, hashed while it is written, and synced."""
+    sources = {name: Outgoing(tensor) for name, tensor in tensors.items()}
+    return _write_file(path, tensors, sources, beat)
+
+
+def _write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Outgoing], beat: Beat
+) -> FileRecord:
     # As the library does it: the widest types first, so that all of them are aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    contents = itertools.chain([_header(ordered)], map(_bytes_of, ordered.values()))
-    hasher, size = new_hasher(HASH), 0
-    with path.open("wb") as stream:
-        for content in contents:
-            for start in range(0, len(content), CHUNK_BYTES):
-                chunk = content[start : start + CHUNK_BYTES]
-                hasher.update(chunk)
-                stream.write(chunk)
-                beat()
-            size += len(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beat()
-    return FileRecord(bytes=size, digest=hasher.hexdigest())
+    return write_hashed(path, _header(ordered), [sources[name] for name in ordered], beat)
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """The beginning of a safetensors file that holds these one after the other."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -207,12 +141,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
         }
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return memoryview(len(text).to_bytes(8, "little") + text)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return len(text).to_bytes(8, "little") + text
 
 
 def shard_names(sizes: Mapping[str, int], label: str = "") -> dict[str, list[str]]:
@@ -245,8 +174,12 @@ def file_problems(
     files: Iterable[str],
     hashes: bool = True,
     beat: Beat = silent,
+    targets: Callable[[str], Iterable[Incoming]] = lambda file: (),
 ) -> list[str]:
-    """What is wrong with these files: missing, of another size or, by `hashes`, content."""
+    """What is wrong with these files: missing, of another size or, by `hashes`, content.
+
+    What is read to be hashed also goes to `targets` of the file.
+    """
 
     def problem(file: str, progress: Beat) -> str | None:
         path, expected = directory / file, manifest.files[file]
@@ -260,10 +193,7 @@ def file_problems(
                     return f"{path} has {size} bytes and should have {expected.bytes}"
                 if not hashes:
                     return None
-                buffer = memoryview(bytearray(min(CHUNK_BYTES, size)))
-                while count := stream.readinto(buffer):
-                    hasher.update(buffer[:count])
-                    progress()
+                read_hashed(stream.fileno(), hasher, targets(file), progress)
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
         if hasher.hexdigest() != expected.digest:
@@ -283,26 +213,26 @@ def open_shard(path: Path) -> Any:
 
 def header_problems(directory: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Where a safetensors header and the manifest's table disagree."""
-    problems = []
-    for file, held in manifest.contents(files).items():
-        path = directory / file
-        expected = {
-            name: (list(box.shape), SAFETENSORS_NAMES[cut.torch_dtype()])
-            for name, (cut, box) in held.items()
-        }
-        try:
-            with open_shard(path) as shard:
-                slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
-                found = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        wrong = sorted(
-            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
-        )
-        if wrong:
-            problems.append(f"{path} does not hold what the manifest says: {wrong[0]!r} differs")
-    return problems
+    contents = manifest.contents(files)
+    problems = [_header_problem(directory / file, held) for file, held in contents.items()]
+    return [found for found in problems if found]
+
+
+def _header_problem(path: Path, held: Mapping[str, tuple[Cut, Box]]) -> str | None:
+    expected = {
+        name: (list(box.shape), SAFETENSORS_NAMES[cut.torch_dtype()])
+        for name, (cut, box) in held.items()
+    }
+    try:
+        with open_shard(path) as shard:
+            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+            found = {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
+    except CheckpointError as error:
+        return str(error)
+    wrong = sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
+    return f"{path} does not hold what the manifest says: {wrong[0]!r} differs" if wrong else None
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -327,15 +257,67 @@ def parts_by_file(manifest: Manifest, wanted: Mapping[str, Shard]) -> dict[str, 
     return parts
 
 
+class Filling:
+    """Pieces that are filled from the files of a checkpoint.
+
+    What a file is hashed for goes straight to its piece where that is possible: where the stored
+    piece is wanted as it is, and lies in one stretch of memory here. The rest is copied from the
+    mapped files afterwards.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, wanted: Mapping[str, Shard]) -> None:
+        self.directory = directory
+        self.wanted = wanted
+        self.parts = parts_by_file(manifest, wanted)
+        self.expected = manifest.contents(self.parts)
+        self.filled: set[tuple[str, str]] = set()  # file and tensor
+
+    def targets(self, file: str) -> list[Incoming]:
+        """Where a file's bytes go while it is read; nowhere if its header is not as expected."""
+        path = self.directory / file
+        if _header_problem(path, self.expected.get(file, {})) is not None:
+            return []
+        places = _places(path)
+        found = []
+        for name, stored, common in self.parts.get(file, ()):
+            piece = self.wanted[name]
+            into = piece.local[common.within(piece.box)]
+            if common == stored and into.is_cpu and into.is_contiguous():
+                found.append(Incoming(places[name], into))
+                self.filled.add((file, name))
+        return found
+
+    def fill_rest(self, beat: Beat = silent) -> None:
+        """From files that are sound."""
+        for file, parts in self.parts.items():
+            left = [part for part in parts if (file, part.name) not in self.filled]
+            beat()
+            if left:
+                self._copy(file, left, beat)
+
+    def _copy(self, file: str, parts: list[Overlap], beat: Beat) -> None:
+        with open_shard(self.directory / file) as shard, torch.no_grad():
+            for name, stored, common in parts:
+                piece = self.wanted[name]
+                into = piece.local[common.within(piece.box)]
+                into.copy_(shard.get_slice(name)[common.within(stored)])
+                beat()
+
+
+def _places(path: Path) -> dict[str, int]:
+    """Where each tensor of a file, whose header is sound, begins."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        table = json.loads(stream.read(length))
+    return {
+        name: 8 + length + row["data_offsets"][0]
+        for name, row in table.items()
+        if name != "__metadata__"
+    }
+
+
 def read_shards(
     directory: Path, manifest: Manifest, wanted: Mapping[str, Shard], beat: Beat = silent
 ) -> None:
     """Fill every piece from (already verified) files, mapped rather than read whole."""
-    for file, parts in parts_by_file(manifest, wanted).items():
-        beat()
-        with open_shard(directory / file) as shard, torch.no_grad():
-            for name, stored, common in parts:
-                piece = wanted[name]
-                into = piece.local[common.within(piece.box)]
-                into.copy_(shard.get_slice(name)[common.within(stored)])
-                beat()
+    Filling(directory, manifest, wanted).fill_rest(beat)

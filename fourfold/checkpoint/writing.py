@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
 from fourfold.checkpoint.index import Part, joined
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
 from fourfold.checkpoint.rendezvous import ALONE, RankGroup, SaveRendezvous, silent
-from fourfold.checkpoint.tensor_files import BEAT_SECONDS, Beat, check_writable, write_shards
+from fourfold.checkpoint.streams import BEAT_SECONDS, Beat, Outgoing
+from fourfold.checkpoint.tensor_files import check_writable, sources_of, write_shards
 from fourfold.errors import CheckpointError
 from fourfold.shards import Shard, Tensors, as_shards
 
@@ -67,10 +69,12 @@ def begin_save(
     state: dict[str, Any],
     keep_last: int = 3,
     ranks: RankGroup = ALONE,
+    in_place: bool = False,
 ) -> PendingSave:
     """As `save`, but return as soon as everything is copied to host memory.
 
-    The next save of any kind must wait for this one.
+    With `in_place` what is in host memory stays where it is, and must not change before `settle`
+    of the save was called. The next save of any kind must wait for this one.
     """
     shards = as_shards(tensors)
     check_writable(shards)
@@ -79,18 +83,20 @@ def begin_save(
     moved = threading.Event()
     quiet = replace(ranks, beat=moved.set)
     work = _Save(Path(output_dir), step, shards, state_bytes, keep_last, quiet).begun()
-    copies = {
-        name: Shard(shard.local.detach().to("cpu", copy=True), shard.shape, shard.offsets)
-        for name, shard in shards.items()
-    }
-    return PendingSave(replace(work, shards=copies).run, moved)
+    for name, source in work.sources.items():
+        if not in_place or not shards[name].local.is_cpu:
+            source.settle()
+    return PendingSave(work.run, moved, work.sources)
 
 
 class PendingSave:
     """A save running in the background. A process that ends without `wait` abandons it."""
 
-    def __init__(self, work: Callable[[], Path], moved: threading.Event) -> None:
+    def __init__(
+        self, work: Callable[[], Path], moved: threading.Event, sources: Mapping[str, Outgoing]
+    ) -> None:
         self._moved = moved
+        self._sources = sources
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
@@ -103,6 +109,12 @@ class PendingSave:
             self._path = work()
         except BaseException as error:
             self._error = error
+
+    def settle(self) -> None:
+        """Copy what is not yet written; from here on the tensors may change."""
+        if not self.done:
+            for source in self._sources.values():
+                source.settle()
 
     @property
     def done(self) -> bool:
@@ -138,6 +150,10 @@ class _Save:
 
     def __post_init__(self) -> None:
         assert self.step >= 0 and self.keep_last >= 0
+
+    @cached_property
+    def sources(self) -> dict[str, Outgoing]:
+        return sources_of(self.shards)
 
     @property
     def target(self) -> Path:
@@ -243,7 +259,7 @@ class _Save:
             return None, self._reason(error)
 
     def _write_shards(self, directory: Path) -> Part:
-        return write_shards(directory, self.shards, self._label(), self.ranks.beat)
+        return write_shards(directory, self.shards, self._label(), self.ranks.beat, self.sources)
 
     def _label(self) -> str:
         return f"rank{self.ranks.rank:05d}-" if self.ranks.size > 1 else ""

@@ -172,6 +172,7 @@ class Engine:
         with meter.timed("forward_backward", self.step):
             share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
+            self.saves.before_update()
             rate, asked = self.schedule.lr_at(self.step), stop.reason() is not None
             self.updates.apply(self.step, share, rate, scale, asked)
             return self._settle(sinks)

@@ -48,6 +48,12 @@ class Saves:
     failed_in_a_row: int = 0
     last_good: str | None = None
 
+    def before_update(self) -> None:
+        """Copy what a save in progress has not written yet: it reads the tensors where they are,
+        which only an update changes. Most of the time there is nothing left to copy."""
+        if self.pending is not None:
+            self.pending.settle()
+
     def succeeded(self, path: str) -> None:
         self.failed_in_a_row, self.last_good = 0, path
 
@@ -145,7 +151,7 @@ def _save_once(run: Engine, in_background: bool) -> None:
     keep_last = run.config.Engine.save_load.keep_last
     given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.ranks)
     if in_background:
-        run.saves.pending = checkpoint.begin_save(*given)
+        run.saves.pending = checkpoint.begin_save(*given, in_place=True)
         run.saves.pending_step = run.step
     else:
         run.mesh.on_all_ranks(lambda: checkpoint.save(*given))

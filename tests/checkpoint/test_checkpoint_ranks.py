@@ -16,7 +16,7 @@ from helpers.checkpoint_ranks import on_all, rank_groups, rows_of, save_rows
 from helpers.checkpoint_samples import Tensors, blank, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import RankGroup, Shard, reading, writing
+from fourfold.checkpoint import RankGroup, Shard, reading, streams, writing
 from fourfold.checkpoint.rendezvous import SaveRendezvous
 from fourfold.errors import CheckpointError
 
@@ -157,8 +157,8 @@ def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
     save_rows(tmp_path, 1, sample(1), state_of(1), size=3)
     real = writing.write_shards
 
-    def full_on_rank_1(directory: Path, pieces: Any, label: str, beat: Any) -> object:
-        tables = real(directory, pieces, label, beat)
+    def full_on_rank_1(directory: Path, pieces: Any, label: str, *rest: Any) -> object:
+        tables = real(directory, pieces, label, *rest)
         if label == "rank00001-":
             raise OSError(28, "No space left on device")
         return tables
@@ -179,10 +179,10 @@ def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
 def test_rank_0_failing_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = writing.write_shards
 
-    def full_on_rank_0(directory: Path, pieces: Any, label: str, beat: Any) -> object:
+    def full_on_rank_0(directory: Path, pieces: Any, label: str, *rest: Any) -> object:
         if label == "rank00000-":
             raise OSError(5, "I/O")
-        return real(directory, pieces, label, beat)
+        return real(directory, pieces, label, *rest)
 
     monkeypatch.setattr(writing, "write_shards", full_on_rank_0)
     results = save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
@@ -224,13 +224,13 @@ def test_a_rank_that_takes_long_is_waited_for_while_its_files_grow(
 ) -> None:
     real = writing.write_shards
 
-    def slow_on_rank_1(directory: Path, pieces: Any, label: str, beat: Any) -> object:
+    def slow_on_rank_1(directory: Path, pieces: Any, label: str, *rest: Any) -> object:
         if label == "rank00001-":
             for number in range(12):
                 (directory / "growing").write_bytes(bytes(number))
                 time.sleep(0.1)
             (directory / "growing").unlink()
-        return real(directory, pieces, label, beat)
+        return real(directory, pieces, label, *rest)
 
     monkeypatch.setattr(writing, "write_shards", slow_on_rank_1)
     results = save_rows(tmp_path, 2, sample(2), state_of(2), size=3, timeout_seconds=0.5)
@@ -261,10 +261,10 @@ def test_a_mistake_of_ours_on_one_rank_reaches_rank_0_and_keeps_its_type(
 ) -> None:
     real = writing.write_shards
 
-    def broken_on_rank_1(directory: Path, pieces: Any, label: str, beat: Any) -> object:
+    def broken_on_rank_1(directory: Path, pieces: Any, label: str, *rest: Any) -> object:
         if label == "rank00001-":
             raise ZeroDivisionError("ours")
-        return real(directory, pieces, label, beat)
+        return real(directory, pieces, label, *rest)
 
     monkeypatch.setattr(writing, "write_shards", broken_on_rank_1)
     results = save_rows(tmp_path, 2, sample(2), state_of(2), size=2)
@@ -341,6 +341,33 @@ def test_a_save_in_the_background_holds_what_there_was_when_it_began(
     assert all(save.done for save in pending)
     _, into = load_rows(tmp_path, tensors, size=2)
     assert same_bits(into, sample(4, floats=24))
+
+
+def test_tensors_left_in_place_may_change_once_they_are_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are written by then, one is half read, and the rest is copied."""
+    monkeypatch.setattr(streams, "CHUNK_BYTES", streams.BLOCK_BYTES)
+    real, half, gate = streams.Outgoing.fill, threading.Event(), threading.Event()
+    calls = itertools.count()
+
+    def gated(self: streams.Outgoing, into: streams.Bytes) -> None:
+        real(self, into)
+        if next(calls) == 20:
+            half.set()
+            assert gate.wait(20)
+
+    monkeypatch.setattr(streams.Outgoing, "fill", gated)
+    tensors = sample(4, floats=1 << 14)
+    pending = checkpoint.begin_save(tmp_path, 4, tensors, state_of(4), in_place=True)
+    assert half.wait(20)
+    pending.settle()
+    for tensor in tensors.values():
+        tensor.zero_()
+    gate.set()
+    into = blank(tensors)
+    checkpoint.load(pending.wait(), into)
+    assert same_bits(into, sample(4, floats=1 << 14))
 
 
 def test_an_error_in_the_background_appears_at_wait(
