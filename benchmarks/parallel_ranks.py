@@ -50,11 +50,19 @@ Work = Callable[[], Iterator[Any]]
 
 
 class Ranks:
-    """A team of processes that all run the same generator, one `yield` a turn."""
+    """A team of processes that all run the same generator, one `yield` a turn.
 
-    def __init__(self, size: int, work: Work, threads: int = 1) -> None:
+    Of a team that `takes_turns` the threads of a rank that waits sleep, as the command has it for
+    pipelines. OpenMP learns of that when it is loaded, so these processes are started afresh.
+    """
+
+    def __init__(
+        self, size: int, work: Work, threads: int = 1, *, takes_turns: bool = False
+    ) -> None:
         self.place = tempfile.TemporaryDirectory()
-        fork = multiprocessing.get_context("fork")
+        fork = multiprocessing.get_context("spawn" if takes_turns else "fork")
+        if takes_turns:
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         self.ends: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -65,6 +73,7 @@ class Ranks:
             theirs.close()
             self.ends.append(ours)
             self.processes.append(process)
+        os.environ.pop("OMP_WAIT_POLICY", None)
 
     def turn(self) -> list[Any]:
         """What each rank yields next."""

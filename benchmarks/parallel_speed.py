@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fourfold.config import Config
 from fourfold.engine import build_engine
 from fourfold.model import GPT, ModelShape, initialize
+from fourfold.processors import threads_of_rank
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 8192
 SHAPE = [
@@ -50,6 +51,7 @@ LAYOUTS = {
     "mp2": ["Distributed.mp_degree=2", f"Data.batch_size.micro_batch_size={BATCH}"],
     "pp2": ["Distributed.pp_degree=2", "Data.batch_size.micro_batch_size=1"],
 }
+TAKE_TURNS = {"pp2"}
 PEERS = {
     "dp2": "DDP",
     "sharding2, stage 1": "FSDP2, weights kept",
@@ -91,8 +93,10 @@ def start_teams(desk: Desk) -> dict[str, Ranks]:
     alone = desk.config(1, [whole])
     teams = {ALONE: Ranks(1, partial(engine_steps, alone, 1), threads=2)}
     for name, overrides in LAYOUTS.items():
-        config = desk.config(2, [half, *overrides])
-        teams[name] = Ranks(2, partial(engine_steps, config, 2))
+        config, turns = desk.config(2, [half, *overrides]), name in TAKE_TURNS
+        work = partial(engine_steps, config, 2)
+        threads = threads_of_rank(2, take_turns=turns)
+        teams[name] = Ranks(2, work, threads, takes_turns=turns)
         # Next to the first layout it is compared with.
         peer = PEERS.get(name)
         if peer is not None and peer not in teams:

@@ -20,6 +20,17 @@ def num_processors() -> int:
     return max(1, math.ceil(min(allowed, cgroup_processors())))
 
 
+def threads_of_rank(ranks: int, *, take_turns: bool = False) -> int:
+    """Threads for each of the ranks of this machine: its share of the processors.
+
+    Ranks that `take_turns`, as the stages of a pipeline wait for each other, get twice that: what
+    one leaves idle another uses.
+    """
+    processors = num_processors()
+    share = max(1, processors // ranks)
+    return min(processors, 2 * share) if take_turns else share
+
+
 def cgroup_processors(root: Path = Path("/")) -> float:
     """The container's CPU quota in processors; infinite without a limit.
 

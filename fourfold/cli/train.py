@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +15,7 @@ import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import UserError
+from fourfold.processors import threads_of_rank
 from fourfold.signals import answer_with_stacks
 
 if TYPE_CHECKING:
@@ -132,7 +136,8 @@ class TrainRun:
             return FinishedRun(code, config, nproc)
         world_size = _join_others()
         config, expected = self.resolve(world_size if world_size > 1 else None)
-        from fourfold.engine import build_engine
+        with _without_garbage():
+            from fourfold.engine import build_engine
 
         build_engine(config, world_size, expected).fit(save=save)
         return FinishedRun(0, config, world_size)
@@ -167,16 +172,18 @@ def _fit_in_processes(
     save: bool,
 ) -> int:
     """All processes of one machine, started and watched by this one; the exit code."""
+    take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
-    from fourfold.engine import build_engine
-    from fourfold.engine.lock import claim
-    from fourfold.launch.supervisor import supervise
-    from fourfold.parallel import layout_of, preload
+    with _without_garbage():
+        from fourfold.engine import build_engine
+        from fourfold.engine.lock import claim
+        from fourfold.launch.supervisor import supervise
+        from fourfold.parallel import layout_of, preload
 
+        preload(layout_of(config))
     output_dir = Path(config.Engine.save_load.output_dir)
     # Held over restarts, and by all ranks, since it is inherited.
     held = claim(output_dir)
-    preload(layout_of(config))
     if hang_seconds is None:
         hang_seconds = config.Distributed.timeout_seconds
     try:
@@ -188,9 +195,31 @@ def _fit_in_processes(
             hang_seconds=hang_seconds,
             stop_seconds=hang_seconds,
             saved_step=lambda: _saved_step(output_dir),
+            threads=threads_of_rank(nproc, take_turns=take_turns),
         )
     finally:
         held.release()
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Import without looking for garbage on the way, which takes a tenth of the time and finds
+    none; what is there now stays for good, and is not looked at again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _threads_sleep_while_they_wait() -> bool:
+    """Have the threads of a rank that waits leave the processor to those of other ranks, for which
+    OpenMP must be told before it is loaded with torch; returns whether they do."""
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        return os.environ["OMP_WAIT_POLICY"].upper() == "PASSIVE"
+    return False
 
 
 def _saved_step(output_dir: Path) -> int | None:

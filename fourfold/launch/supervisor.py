@@ -49,6 +49,7 @@ def supervise(
     first_pause_seconds: float = 1.0,
     saved_step: Callable[[], int | None] | None = None,
     log_name: str = LOG_NAME,
+    threads: int | None = None,
     echo: Echo | None = None,
     tell: Echo | None = None,
 ) -> int:
@@ -57,8 +58,9 @@ def supervise(
     0 when all ranks succeeded, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
     did not survive, else 1. `saved_step` returns the step of the last checkpoint, if there is one:
     where the run resumes, and whether it made progress. `log_name` is where a rank writes below
-    `log_dir`. `echo` gets the lines of rank 0 (default: standard output), and `tell` those of the
-    supervisor itself (default: standard error).
+    `log_dir`, `threads` those of each rank (default: its share of the processors). `echo` gets the
+    lines of rank 0 (default: standard output), and `tell` those of the supervisor itself (default:
+    standard error).
     """
     assert nproc >= 1 and max_restarts >= 0
     echo = echo or partial(say, stream=sys.stdout)
@@ -67,7 +69,7 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, SupervisorSignals() as signals:
         for attempt in count():
             store = Path(stores) / f"store_{attempt}"
-            with WorkerGroup(work, nproc, attempt, log_dir, store, log_name) as workers:
+            with WorkerGroup(work, nproc, attempt, log_dir, store, log_name, threads) as workers:
                 limits = (hang_seconds, stop_seconds, grace_seconds)
                 code = Watch(workers, signals, echo, tell, *limits).run()
             if workers.running:

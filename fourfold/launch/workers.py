@@ -30,6 +30,7 @@ from typing import NoReturn, TextIO
 from fourfold import heartbeat
 from fourfold.errors import USER_ERROR_EXIT, UserError, report
 from fourfold.heartbeat import Beat, Board, Failure
+from fourfold.processors import threads_of_rank
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS, answer_with_stacks, forget_answers
 
 # How long the kernel may take to remove processes that were killed.
@@ -49,6 +50,7 @@ class WorkerGroup:
         log_dir: Path,
         store: Path,
         log_name: str = LOG_NAME,
+        threads: int | None = None,
     ) -> None:
         self.board = Board(nproc)
         names = [log_name.format(attempt=attempt, rank=rank) for rank in range(nproc)]
@@ -60,7 +62,7 @@ class WorkerGroup:
         self._reaper, self._lifeline = _start_reaper(store.parent)
         try:
             for rank, log in enumerate(self.logs):
-                spec = RankSpec(rank, nproc, attempt, store, log, self.board, os.getpid())
+                spec = RankSpec(rank, nproc, attempt, store, log, self.board, os.getpid(), threads)
                 self.running[rank] = self._fork(work, spec)
         except BaseException:
             self.kill()
@@ -193,6 +195,7 @@ class RankSpec:
     log: RankLog
     board: Board
     supervisor: int
+    threads: int | None = None  # by default its share of the processors
 
     def environment(self) -> dict[str, str]:
         return {
@@ -236,9 +239,7 @@ def _set_up(spec: RankSpec) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        from fourfold.processors import num_processors
-
-        torch.set_num_threads(max(1, num_processors() // spec.nproc))
+        torch.set_num_threads(spec.threads or threads_of_rank(spec.nproc))
 
 
 def _redirect_output(log: RankLog) -> None:
