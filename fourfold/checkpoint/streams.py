@@ -16,8 +16,8 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import Empty, Queue
 from typing import TypeVar
@@ -106,8 +106,11 @@ def in_threads(
     return [results[number] for number in range(len(results))]
 
 
-def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, each made in another thread while the one before is used."""
+def one_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+    """The same items, each made in another thread while the one before is used.
+
+    To be closed: whoever stops early would leave the thread waiting.
+    """
     made: Queue[tuple[Item | None, BaseException | None]] = Queue(CHUNKS_IN_FLIGHT - 2)
     stopped = threading.Event()
 
@@ -199,10 +202,11 @@ def write_hashed(
     hasher, size = new_hasher(HASH), 0
     descriptor, is_direct = _open_new(path)
     try:
-        for chunk, length in one_ahead(_filled(beginning, sources, hasher)):
-            is_direct = _write(descriptor, chunk, length, size, is_direct)
-            size += length
-            beat()
+        with closing(one_ahead(_filled(beginning, sources, hasher))) as filled:
+            for chunk, length in filled:
+                is_direct = _write(descriptor, chunk, length, size, is_direct)
+                size += length
+                beat()
         if is_direct:
             os.ftruncate(descriptor, size)
         os.fsync(descriptor)
@@ -289,15 +293,16 @@ def read_hashed(
     waiting = sorted(targets, key=lambda target: target.begin, reverse=True)
     under_way: list[Incoming] = []
     start = 0
-    for chunk, length in one_ahead(_read(descriptor)):
-        hasher.update(chunk[:length].data)
-        while waiting and waiting[-1].begin < start + length:
-            under_way.append(waiting.pop())
-        for target in under_way:
-            target.take(chunk[:length], start)
-        start += length
-        under_way = [target for target in under_way if target.end > start]
-        beat()
+    with closing(one_ahead(_read(descriptor))) as chunks:
+        for chunk, length in chunks:
+            hasher.update(chunk[:length].data)
+            while waiting and waiting[-1].begin < start + length:
+                under_way.append(waiting.pop())
+            for target in under_way:
+                target.take(chunk[:length], start)
+            start += length
+            under_way = [target for target in under_way if target.end > start]
+            beat()
 
 
 def _read(descriptor: int) -> Iterator[tuple[Bytes, int]]:
