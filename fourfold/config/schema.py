@@ -549,10 +549,11 @@ class InferenceSection(Section):
         "Tensor-parallel ranks of FleetX's inference. Without effect: generation is spread as "
         "Distributed says. Null is Distributed.mp_degree."
     )
-    weights: Literal["float32", "bfloat16", "float16", "int8"] = key(
+    weights: Literal["float32", "bfloat16", "float16", "int8", "int4"] = key(
         "float32",
         "Number format of the weights for generation and serving. The narrower ones are faster and "
-        "less precise; int8 rounds activations too and runs only in one process on a CPU.",
+        "less precise; int8 (which rounds activations too) and int4 (in groups of 32) run only in "
+        "one process on a CPU.",
     )
 
 

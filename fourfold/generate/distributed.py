@@ -127,10 +127,10 @@ def free_of_training(config: Config) -> None:
             "the same text; start fewer processes, or raise mp_degree, pp_degree or "
             "sharding_degree"
         )
-    if weights == "int8":
+    if weights == "int8" or weights == "int4":
         raise UserError(
-            "Inference.weights=int8 runs in one process only; choose bfloat16 or float16 for a "
-            "model that several processes share, or leave --nproc out"
+            f"Inference.weights={weights} runs in one process only; choose bfloat16 or float16 for "
+            "a model that several processes share, or leave --nproc out"
         )
     config.Model.sequence_parallel = config.Model.use_recompute = False
     config.Engine.graph_mode = "dynamic"

@@ -192,12 +192,22 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.matrix = matrix
 
+    @property
+    def weight(self) -> Tensor:
+        """The whole table, unpacked; for who calls the model itself."""
+        return self.matrix.rows(torch.arange(self.matrix.outputs))
+
     def forward(self, tokens: Tensor) -> Tensor:
         return self.matrix.rows(tokens)
 
 
 class HalfEmbedding(Embedding):
     """A float16 table that is only looked up; rows are widened as they are read."""
+
+    @classmethod
+    def of(cls, table: Tensor) -> HalfEmbedding:
+        rows, width = table.shape
+        return cls(rows, width, _weight=table.half(), _freeze=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens).float()
@@ -223,7 +233,7 @@ def pack_model(model: GPT, kind: str) -> PackedLinear:
                 setattr(parent, name, PackedLinear(packed))
     head = PackedMatrix(kind, model.head_weight.data, None, memory)
     if kind.startswith("int") or model.table.tied is None:
-        words: nn.Module = HalfEmbedding(*table.shape, _weight=table.half(), _freeze=True)
+        words: nn.Module = HalfEmbedding.of(table)
     else:
         words = PackedEmbedding(head)
     model.embeddings.word = words  # type: ignore[assignment]
@@ -266,7 +276,8 @@ class FusedGPT:
                 setattr(layer, f"{name}_bias", norm.bias.data_ptr())
             for name, linear in self._linears(module):
                 setattr(layer, name, linear.matrix.struct)
-        word = model.embeddings.word
+        word, norm = model.embeddings.word, model.norm
+        assert isinstance(norm, LayerNorm)
         self._network = _Network(
             layers=len(model.layers),
             hidden=self.shape.hidden_size,
@@ -275,12 +286,12 @@ class FusedGPT:
             ffn=self.shape.ffn_hidden_size,
             vocabulary=self.head.outputs,
             layer=ctypes.addressof(self._layers),
-            norm_weight=model.norm.weight.data_ptr(),
-            norm_bias=model.norm.bias.data_ptr(),
+            norm_weight=norm.weight.data_ptr(),
+            norm_bias=norm.bias.data_ptr(),
             head=ctypes.addressof(self.head.struct),
             words=word.weight.data_ptr() if isinstance(word, HalfEmbedding) else None,
             places=model.embeddings.position.weight.data_ptr(),
-            epsilon=model.norm.eps,
+            epsilon=norm.eps,
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._library = _needed()
@@ -307,11 +318,12 @@ class FusedGPT:
         for layer, keys, values in zip(self._layers, self.keys, self.values):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
-        """The first `width` tokens of rows onto other rows, all at once."""
-        blocks, places = -(-width // PANEL), list(targets)
-        self.keys[:, places, :, :blocks] = self.keys[:, list(sources), :, :blocks]
-        self.values[:, places, :, :width] = self.values[:, list(sources), :, :width]
+    def copy(self, moves: Sequence[tuple[int, int]], width: int) -> None:
+        """The first `width` tokens of rows onto other rows (from, to), all at once."""
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        blocks = -(-width // PANEL)
+        self.keys[:, targets, :, :blocks] = self.keys[:, sources, :, :blocks]
+        self.values[:, targets, :, :width] = self.values[:, sources, :, :width]
 
     def wipe(self, rows: Sequence[int]) -> None:
         self.keys[:, list(rows)] = self.values[:, list(rows)] = 0.0

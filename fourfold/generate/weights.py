@@ -1,17 +1,23 @@
-"""The number format of a model's weights for generation: float32, bfloat16, float16 or int8.
+"""The number format of a model's weights for generation: float32, bfloat16, float16, int8 or int4.
 
 A step of generation reads every weight once and does little with it, so what counts on a CPU is how
 many bytes that is and how fast the kernel reads them:
 
 | format   | bytes | on a CPU                                                                     |
 |----------|-------|------------------------------------------------------------------------------|
-| float32  | 4     | the same numbers as in training, the matrices laid out for short batches     |
+| float32  | 4     | the same numbers as in training                                              |
 | float16  | 2     | weights rounded to half, products with float32 activations                   |
-| bfloat16 | 2     | weights rounded to bfloat16, then like float16, which holds them unchanged   |
+| bfloat16 | 2     | weights rounded to bfloat16; activations too, where the processor has        |
+|          |       | instructions for that                                                        |
 | int8     | 1     | weights and activations rounded to 255 steps, one scale a row; exact sums    |
+| int4     | 0.56  | weights rounded to 16 steps, one scale for 32 inputs of an output;           |
+|          |       | activations as with bfloat16                                                 |
 
-On a GPU the first three are the model cast to that type, and int8 is refused. Whatever the format,
-the result of a row does not depend on the other rows of the batch, up to the last bits of a sum.
+Matrices are packed for the compiled kernels (packed.py), where there are any; then the result of a
+row does not depend on the other rows of the batch at all. Elsewhere torch's own kernels serve, the
+numbers are the same up to the last bits of a sum, and int4 has no advantage in speed.
+
+On a GPU the first three are the model cast to that type, and whole numbers are refused.
 """
 
 from __future__ import annotations
@@ -23,13 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.errors import UserError
-from fourfold.model.gpt import GPT, Embedding, Linear
+from fourfold.generate.packed import LARGEST_HALF, HalfEmbedding, kernels, pack_model
+from fourfold.model.gpt import GPT, Linear
 
-Format = Literal["float32", "bfloat16", "float16", "int8"]
+Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 FORMATS = get_args(Format)
 
-LARGEST_HALF = 65504.0
 INT8_STEPS = 127
+INT4_GROUP = 32
 
 
 def set_format(model: GPT, weights: Format) -> nn.Module:
@@ -37,6 +44,8 @@ def set_format(model: GPT, weights: Format) -> nn.Module:
     device = model.embeddings.word.weight.device
     if device.type != "cpu":
         return _cast(model, weights, device)
+    if kernels() is not None:
+        return pack_model(model, weights)
     if weights == "float32":
         for module in model.modules():
             if isinstance(module, Linear):
@@ -46,16 +55,19 @@ def set_format(model: GPT, weights: Format) -> nn.Module:
     if weights == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
+    table = model.embeddings.word.weight.data
+    if weights == "int4":
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.weight.data = _to_int4(module.weight.data)
     kind = Int8Linear if weights == "int8" else HalfLinear
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Linear):
                 bias = None if child.bias is None else child.bias.data
                 setattr(parent, name, kind(child.weight.data, bias))
-    table = model.embeddings.word.weight.data
-    rows, width = table.shape
-    model.embeddings.word = HalfEmbedding(rows, width, _weight=table.half(), _freeze=True)
-    return kind(table, None)
+    model.embeddings.word = HalfEmbedding.of(table)
+    return kind(_to_int4(table) if weights == "int4" else table, None)
 
 
 def _by_columns(weight: Tensor) -> Tensor:
@@ -64,9 +76,9 @@ def _by_columns(weight: Tensor) -> Tensor:
 
 
 def _cast(model: GPT, weights: Format, device: torch.device) -> nn.Module:
-    if weights == "int8":
+    if weights in ("int8", "int4"):
         raise UserError(
-            f"Inference.weights=int8 runs on a CPU only and the model is on {device}; choose "
+            f"Inference.weights={weights} runs on a CPU only and the model is on {device}; choose "
             "bfloat16 or float16"
         )
     model.to(getattr(torch, weights))
@@ -139,8 +151,12 @@ def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scales).round_().to(torch.int8), scales
 
 
-class HalfEmbedding(Embedding):
-    """A float16 table that is only looked up; rows are widened as they are read."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens).float()
+def _to_int4(weight: Tensor) -> Tensor:
+    """Each group of inputs in 16 steps, as a float32 matrix again."""
+    outputs, inputs = weight.shape
+    groups = F.pad(weight, (0, -inputs % INT4_GROUP)).view(outputs, -1, INT4_GROUP)
+    places = groups.abs().argmax(dim=-1, keepdim=True)
+    # The largest magnitude becomes -8, of which there is one more than of positive steps.
+    scales = (groups.gather(-1, places) / -8).half().float()
+    steps = (groups / scales.where(scales != 0, 1.0)).round_().clamp_(-8, 7)
+    return (steps * scales).view(outputs, -1)[:, :inputs].contiguous()

@@ -116,9 +116,10 @@ def _directory() -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            if os.access(directory, os.W_OK):
-                return directory
+        is_ours = status.st_uid == os.geteuid()
+        others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if is_ours and not others_write and os.access(directory, os.W_OK):
+            return directory
     except OSError:
         pass
     return _private_directory()
@@ -130,8 +131,12 @@ def _private_directory() -> Path:
 
     directory = tempfile.mkdtemp(prefix="fourfold-native-")
     owner = os.getpid()
-    # A forked process must not take the directory away from the one that made it.
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == owner:  # and not a process forked from it
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
     return Path(directory)
 
 
