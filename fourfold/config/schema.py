@@ -555,6 +555,12 @@ class InferenceSection(Section):
         "less precise; int8 (which rounds activations too) and int4 (in groups of 32) run only in "
         "one process on a CPU.",
     )
+    draft_tokens: CountOrZero = key(
+        0,
+        "Tokens guessed at once from what followed the same words earlier in the text, and checked "
+        "in one step (n-gram speculation). Never changes a text; pays where texts repeat "
+        "themselves. Only on a CPU with the compiled kernels.",
+    )
 
 
 class EvalSection(Section):

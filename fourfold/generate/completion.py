@@ -14,7 +14,14 @@ import torch
 from fourfold.errors import UserError
 from fourfold.generate.decoder import SequenceModel
 from fourfold.generate.sampling import Options
-from fourfold.generate.session import Session, Token, check_finite, check_prompt, process
+from fourfold.generate.session import (
+    NOT_FINITE,
+    Session,
+    Token,
+    check_prompt,
+    not_finite,
+    process,
+)
 from fourfold.tokenizer import Tokenizer
 
 # Sequences run at once; more wait. A bound on the memory of the cache.
@@ -44,6 +51,7 @@ def generate(
     vocab_size: int | None = None,
     on_token: OnToken | None = None,
     max_slots: int = MAX_SLOTS,
+    draft_tokens: int = 0,
 ) -> list[list[Continuation]]:
     """`num_return_sequences` continuations of each prompt.
 
@@ -71,6 +79,7 @@ def generate(
         slots=min(max_slots, len(prompts) * options.num_return_sequences),
         positions=max(map(len, prompts)) + options.max_dec_len,
         vocab_size=vocab_size,
+        draft_tokens=draft_tokens,
     )
     places = {}
     for place, prompt in enumerate(prompts):
@@ -78,10 +87,13 @@ def generate(
             places[session.add(prompt, options, number)] = place, number
     while session.running or session.waiting:
         for token in session.step():
+            if token.sequence not in places:
+                continue  # cancelled by an earlier token of the same step
             place, number = places[token.sequence]
             _record(results[place][number], token, eos_id)
             if on_token is not None and on_token(place, number, token):
                 session.cancel(token.sequence)
+                del places[token.sequence]
                 results[place][number].finish = "stop"
     return results
 
@@ -107,6 +119,7 @@ def complete(
     stop: Sequence[str] = (),
     on_text: Callable[[int, int, str], None] | None = None,
     max_slots: int = MAX_SLOTS,
+    draft_tokens: int = 0,
 ) -> list[list[Continuation]]:
     """`generate` for prompts that are texts, or ids already, with the texts that follow them.
 
@@ -141,6 +154,7 @@ def complete(
         vocab_size=tokenizer.vocab_size,
         on_token=on_token,
         max_slots=max_slots,
+        draft_tokens=draft_tokens,
     )
     for prompt, continuations in enumerate(results):
         for number, result in enumerate(continuations):
@@ -258,7 +272,9 @@ def beam_search(
     beams, ended = [Beam((), 0.0)], list[Beam]()
     while True:
         logits = logits[:, :vocab_size]  # (beams, V)
-        check_finite(logits, network)
+        if bad := not_finite(logits):
+            network.wipe(bad)
+            raise UserError(NOT_FINITE)
         extensions = _extensions(network, beams, logits, prompt, options, eos_id)
         last = len(beams[0].ids) + 1 == options.max_dec_len
         going_on = []

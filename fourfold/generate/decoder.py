@@ -59,13 +59,13 @@ class Decoder:
     layout; else layer by layer through torch.
     """
 
-    _fused: FusedGPT | None = None
+    fused: FusedGPT | None = None
 
     def __init__(self, model: GPT, weights: Format = "float32") -> None:
         self.model = model.eval().requires_grad_(False)
         self.head = set_format(model, weights)
         if isinstance(self.head, PackedLinear) and is_known(model):
-            self._fused = FusedGPT(model, self.head)
+            self.fused = FusedGPT(model, self.head)
         token = torch.zeros((1, 1), dtype=torch.long, device=next(model.norm.parameters()).device)
         # Keys and values have the type of what goes into the layers.
         self._begin([model], model.embeddings(token, token), model.shape.num_attention_heads)
@@ -91,8 +91,8 @@ class Decoder:
         if rows <= self._rows and positions <= self._positions:
             return
         self._rows, self._positions = max(rows, self._rows), max(positions, self._positions)
-        if self._fused is not None:
-            self._fused.reserve(self._rows, self._positions)
+        if self.fused is not None:
+            self.fused.reserve(self._rows, self._positions)
             return
         size = (self._rows, self._heads, self._positions, self._head_size)
         self._caches = {}
@@ -107,10 +107,10 @@ class Decoder:
         width = max(lengths)
         assert min(lengths) > 0 and width <= self._positions, (lengths, self._positions)
         assert first + len(prompts) <= self._rows, (first, len(prompts), self._rows)
-        if self._fused is not None:
+        if self.fused is not None:
             self.lengths += lengths
             rows_of = enumerate(prompts, start=first)
-            return self._fused.run(
+            return self.fused.run(
                 [(token, row, place) for row, one in rows_of for place, token in enumerate(one)],
                 [end - 1 for end in accumulate(lengths)],
             )
@@ -129,9 +129,9 @@ class Decoder:
     def advance(self, tokens: Sequence[int]) -> Tensor:
         assert len(tokens) == len(self.lengths), (len(tokens), len(self.lengths))
         assert max(self.lengths) < self._positions, (self.lengths, self._positions)
-        if self._fused is not None:
+        if self.fused is not None:
             places = zip(tokens, range(len(tokens)), self.lengths)
-            logits = self._fused.run(list(places), range(len(tokens)))
+            logits = self.fused.run(list(places), range(len(tokens)))
             self.lengths = [length + 1 for length in self.lengths]
             return logits
         place = Place.of(self.lengths, self._like)
@@ -149,8 +149,8 @@ class Decoder:
         if not moved:
             return
         width = max(self.lengths[row] for _, row in moved)
-        if self._fused is not None:
-            self._fused.copy(moved, width)
+        if self.fused is not None:
+            self.fused.copy(moved, width)
             return
         sources = torch.tensor([source for source, _ in moved], device=self.device)
         targets = torch.tensor([row for _, row in moved], device=self.device)
@@ -161,8 +161,8 @@ class Decoder:
     @torch.inference_mode()
     def wipe(self, rows: Sequence[int]) -> None:
         """For rows that are not finite: the next rows in their place would inherit that."""
-        if self._fused is not None:
-            self._fused.wipe(rows)
+        if self.fused is not None:
+            self.fused.wipe(rows)
         for cache in self._caches.values():
             cache.keys[list(rows)] = cache.values[list(rows)] = 0.0
 

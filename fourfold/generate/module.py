@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from fourfold import native
 from fourfold.config import Config
 from fourfold.generate.completion import Continuation, check_stop, complete
 from fourfold.generate.decoder import Decoder
 from fourfold.generate.loading import load_trained
 from fourfold.generate.sampling import Options
-from fourfold.generate.session import Session
+from fourfold.generate.session import PROMPT_TOKENS_AT_ONCE, Session
 from fourfold.mesh import Mesh
 
 
@@ -25,6 +26,19 @@ def without_effect(config: Config) -> Iterator[str]:
         yield (
             f"Inference.mp_degree={inference.mp_degree} has no effect: several processes share the "
             f"model as Distributed says; set Distributed.mp_degree={inference.mp_degree} for that"
+        )
+
+
+def slower_here(decoder: Decoder, config: Config) -> Iterator[str]:
+    """What the compiled kernels would do, where they are not in use."""
+    if decoder.fused is not None:
+        return
+    if decoder.device.type == "cpu" and (reason := native.why_not("decode")):
+        yield f"generation is slower than it could be, without compiled kernels: {reason}"
+    if config.Inference.draft_tokens:
+        yield (
+            f"Inference.draft_tokens={config.Inference.draft_tokens} has no effect: drafts are "
+            "checked by the compiled kernels, which this model does not run on"
         )
 
 
@@ -55,6 +69,8 @@ class GenerationModule:
             trained = load_trained(config, on_notice)
             self.tokenizer, self.path = trained.tokenizer, trained.path
             self.decoder = Decoder(trained.model, config.Inference.weights)
+        for note in slower_here(self.decoder, config):
+            on_notice(note)
 
     def generate(self, text: str) -> list[str]:
         """Prompt and continuation, once for each of `num_return_sequences`."""
@@ -73,9 +89,15 @@ class GenerationModule:
             self.options,
             stop=self.config.Generation.stop,
             on_text=on_text,
+            draft_tokens=self.config.Inference.draft_tokens,
         )
 
-    def session(self, slots: int, positions: int | None = None) -> Session:
+    def session(
+        self,
+        slots: int,
+        positions: int | None = None,
+        prompt_tokens_at_once: int = PROMPT_TOKENS_AT_ONCE,
+    ) -> Session:
         """For sequences that come and go. The module's decoder serves one session at a time."""
         return Session(
             self.decoder,
@@ -83,4 +105,6 @@ class GenerationModule:
             slots=slots,
             positions=positions,
             vocab_size=self.tokenizer.vocab_size,
+            prompt_tokens_at_once=prompt_tokens_at_once,
+            draft_tokens=self.config.Inference.draft_tokens,
         )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fourfold import native
 from fourfold.errors import UserError
+from fourfold.generate.sharing import Part
 from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, LayerNorm, Linear
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
@@ -324,6 +325,17 @@ class FusedGPT:
         blocks = -(-width // PANEL)
         self.keys[:, targets, :, :blocks] = self.keys[:, sources, :, :blocks]
         self.values[:, targets, :, :width] = self.values[:, sources, :, :width]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.copy([(source, target)], length)
+
+    def take_in(self, parts: Sequence[Part]) -> Tensor:
+        """Logits (sum of wanted, V)."""
+        tokens, wanted = list[tuple[int, int, int]](), list[int]()
+        for row, start, new, last in parts:
+            tokens += [(token, row, place) for place, token in enumerate(new, start)]
+            wanted += range(len(tokens) - last, len(tokens))
+        return self.run(tokens, wanted)
 
     def wipe(self, rows: Sequence[int]) -> None:
         self.keys[:, list(rows)] = self.values[:, list(rows)] = 0.0

@@ -5,24 +5,86 @@
     keep_top_k, keep_top_p                            filters, on probabilities
     draw
 
-The filters drop tokens and do not renormalise: with both, `top_p` is a share of the full
-distribution, not of what `top_k` left. `draw` renormalises. Functions are pure and work on whole
-batches; B is the batch, V the vocabulary, T the tokens so far, C the candidates left.
+`choose` is all of that but the processors, for rows with rules of their own; where it is compiled
+(fourfold/native/sample.c) that is used. The filters drop tokens and do not renormalise: with both,
+`top_p` is a share of the full distribution, not of what `top_k` left. `draw` renormalises.
+Functions are pure and work on whole batches; B is the batch, V the vocabulary, T the tokens so far,
+C the candidates left.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fourfold import native
 from fourfold.errors import UserError
 
 # With top_p alone the most probable tokens are looked at first, and mostly suffice.
 FIRST_LOOK = 1024
+
+
+# top_k, top_p, temperature; a temperature of 0 takes the largest logit.
+Rule = tuple[int, float, float]
+GREEDY: Rule = (0, 1.0, 0.0)
+
+
+def choose(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> list[int]:
+    """One token per row of logits (B, V), each by its rule and its uniform number in [0, 1); -1
+    where the logits are not finite."""
+    library = native.library("sample") if logits.device.type == "cpu" else None
+    if library is None or logits.dtype != torch.float32 or logits.stride(-1) != 1:
+        return _choose_by_torch(logits, rules, uniforms)
+    rows, size = logits.shape
+    threads, int64 = torch.get_num_threads(), ctypes.c_int64
+    library.choose_scratch_bytes.restype = int64
+    scratch = torch.empty(
+        library.choose_scratch_bytes(int64(size), int64(min(threads, rows))), dtype=torch.uint8
+    )
+    given = (_RuleStruct * rows)(*(_RuleStruct(*one, u) for one, u in zip(rules, uniforms)))
+    chosen = (int64 * rows)()
+    library.choose(
+        ctypes.c_void_p(logits.data_ptr()),
+        *map(int64, (rows, logits.stride(0), size)),
+        given,
+        chosen,
+        ctypes.c_void_p(scratch.data_ptr()),
+        int64(threads),
+    )
+    return list(chosen)
+
+
+class _RuleStruct(ctypes.Structure):
+    _fields_ = [
+        ("top_k", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("top_p", "temperature", "uniform")),
+    ]
+
+
+def _choose_by_torch(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> list[int]:
+    chosen = [0] * len(rules)
+    # Rows with the same rule are sampled together.
+    numbered = sorted(enumerate(rules), key=lambda pair: pair[1])
+    for rule, members in groupby(numbered, key=lambda pair: pair[1]):
+        rows = [row for row, _ in members]
+        part = logits if len(rows) == len(rules) else logits[rows]
+        if rule[-1] == 0.0:
+            ids = part.argmax(dim=-1)
+        else:
+            drawn = torch.tensor([uniforms[row] for row in rows], dtype=torch.float64)
+            top_k, top_p, temperature = rule
+            ids = sample(part, top_k, top_p, temperature, drawn.to(part.device))
+        ids = ids.where(part.amax(dim=-1).isfinite(), -1)
+        for row, token_id in zip(rows, ids.tolist()):
+            chosen[row] = token_id
+    return chosen
 
 
 def sample(

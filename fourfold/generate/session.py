@@ -2,7 +2,7 @@
 
     session = Session(network, eos_id=..., slots=8)
     name = session.add(prompt, options)        any time; waits until a slot is free
-    for token in session.step(): ...           one new token of each running sequence
+    for token in session.step(): ...           the next token of each running sequence, or several
     session.cancel(name)                       any time
 
 `generate` and a server are loops around `step`. A sequence is a function of its prompt, its options
@@ -16,8 +16,8 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import count, groupby
+from dataclasses import dataclass
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fourfold.errors import UserError
 from fourfold.generate import sampling
 from fourfold.generate.decoder import SequenceModel
 from fourfold.generate.sampling import Options
+from fourfold.generate.sharing import CacheRows, Running, Turn, judge_draft
 
 # Prompts read in one go: more would make the running sequences wait too long for their next token.
 PROMPT_TOKENS_AT_ONCE = 1024
@@ -43,18 +44,6 @@ class Token:
     alternatives: tuple[tuple[int, float], ...] = ()  # the most probable ids, best first
 
 
-@dataclass
-class Running:
-    """A sequence: the tokens so far and where its random numbers come from."""
-
-    name: int
-    prompt: tuple[int, ...]
-    options: Options
-    random: random.Random
-    new: list[int] = field(default_factory=list)
-    finished: bool = False
-
-
 class Session:
     """`slots` sequences run, the others wait in order of arrival."""
 
@@ -66,10 +55,16 @@ class Session:
         slots: int,
         positions: int | None = None,
         vocab_size: int | None = None,
+        prompt_tokens_at_once: int = PROMPT_TOKENS_AT_ONCE,
+        draft_tokens: int = 0,
     ) -> None:
         """`positions` is the longest prompt and continuation together, the model's own by default.
 
-        Ids from `vocab_size` on, the padding of a model's vocabulary, are never produced.
+        Ids from `vocab_size` on, the padding of a model's vocabulary, are never produced. A step
+        reads `prompt_tokens_at_once` tokens of prompts, or a little more: with few the first token
+        of one comes soon and the running ones wait little, with many there are fewer steps. With
+        `draft_tokens` up to that many tokens are guessed and checked together
+        (fourfold/generate/sharing.py); for a network that cannot, that has no effect.
         """
         self.network = network
         self.positions = network.max_positions if positions is None else positions
@@ -77,6 +72,11 @@ class Session:
         network.reserve(slots, self.positions)
         self._eos_id = eos_id
         self._vocab_size = vocab_size
+        self._prompt_tokens = prompt_tokens_at_once
+        self._draft_tokens = draft_tokens
+        fused = getattr(network, "fused", None)
+        # With a cache whose rows can be used in any order; else rows are kept dense.
+        self._cache = None if fused is None else CacheRows(fused, slots)
         self._names = count()
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in the order of the network's rows
@@ -117,16 +117,51 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """One token of every running sequence, and the first of some that waited."""
+        """The next token of every running sequence, or several, and the first of some that
+        waited."""
+        if self._cache is not None:
+            return self._step_in_place(self._cache)
         tokens = []
         if self._running:
             logits = self.network.advance([sequence.new[-1] for sequence in self._running])
             tokens += self._choose(self._running, logits)
             self._forget_finished()
         if group := self._next_group():
-            tokens += self._choose(group, self._read(group), first_row=len(self._running))
+            tokens += self._choose(group, self._read(group))
             self._running += group
             self._forget_finished()
+        return tokens
+
+    def _step_in_place(self, cache: CacheRows) -> list[Token]:
+        """Running sequences and prompts in one call, where none begins with another's."""
+        unread = sum(len(one.prompt) - one.stored for one in self._running if not one.new)
+        arrived = self._next_group() if unread < self._prompt_tokens else []
+        waves = cache.waves(self._running, arrived, self._prompt_tokens, self._draft_tokens)
+        self._running += arrived
+        tokens = []
+        for wave in waves:
+            tokens += self._choose_for(wave, cache.run(wave))
+        self._forget_finished()
+        return tokens
+
+    def _choose_for(self, wave: list[Turn], logits: Tensor) -> list[Token]:
+        """A token of each turn; then the next of those whose draft has it, and so on."""
+        ends = [0, *accumulate(turn.wanted for turn in wave)]
+        places = {id(turn): place for turn, place in zip(wave, ends)}
+        tokens, number = list[Token](), 0
+        open_turns = [turn for turn in wave if turn.wanted]
+        while open_turns:
+            rows = [places[id(turn)] + number for turn in open_turns]
+            part = logits if rows == list(range(len(logits))) else logits[rows]
+            tokens += self._choose([turn.sequence for turn in open_turns], part)
+            going_on = []
+            for turn in open_turns:
+                is_right = turn.draft[number : number + 1] == turn.sequence.new[-1:]
+                if is_right and not turn.sequence.finished:
+                    going_on.append(turn)
+                else:
+                    judge_draft(turn, number + is_right)
+            open_turns, number = going_on, number + 1
         return tokens
 
     # -- rows of the network ----------------------------------------------------------------
@@ -142,7 +177,8 @@ class Session:
             longest = max(longest, len(prompt))
             read = longest * len(prompts | {prompt})
             # Prompts read together are padded to the longest; not to more than twice the shortest.
-            if group and (read > PROMPT_TOKENS_AT_ONCE or longest > 2 * min(shortest, len(prompt))):
+            uneven = self._cache is None and longest > 2 * min(shortest, len(prompt))
+            if group and (read > self._prompt_tokens or uneven):
                 break
             prompts.add(prompt)
             group.append(self._waiting.popleft())
@@ -162,7 +198,11 @@ class Session:
         return logits
 
     def _forget_finished(self) -> None:
-        """The last rows move into the gaps, so that few are copied."""
+        """Where rows are kept dense the last move into the gaps, so that few are copied."""
+        if self._cache is not None:
+            self._cache.settle(self._running)
+            self._running = [sequence for sequence in self._running if not sequence.finished]
+            return
         kept = [row for row, sequence in enumerate(self._running) if not sequence.finished]
         if len(kept) == len(self._running):
             return
@@ -175,18 +215,25 @@ class Session:
 
     # -- tokens -----------------------------------------------------------------------------
 
-    def _choose(self, sequences: list[Running], logits: Tensor, first_row: int = 0) -> list[Token]:
+    def _choose(self, sequences: list[Running], logits: Tensor) -> list[Token]:
         logits = logits[:, : self._vocab_size]  # (N, V)
-        check_finite(logits, self.network, first_row)
         model_logits = logits
         if any(_changes_logits(sequence, self._eos_id) for sequence in sequences):
+            self._check_finite(sequences, logits)
             logits = torch.stack(
                 [
                     process(row, one.prompt, one.new, one.options, self._eos_id)
                     for one, row in zip(sequences, logits)
                 ]
             )
-        chosen = self._select(sequences, logits)
+        chosen = sampling.choose(
+            logits,
+            [_rule(sequence.options) for sequence in sequences],
+            [sequence.random.random() for sequence in sequences],
+        )
+        if min(chosen) < 0:
+            self._check_finite(sequences, model_logits)
+        chosen = [int(token_id) for token_id in self.network.broadcast_choices([*chosen])]
         tokens = []
         for row, (sequence, token_id) in enumerate(zip(sequences, chosen)):
             sequence.new.append(token_id)
@@ -196,21 +243,17 @@ class Session:
             tokens.append(Token(sequence.name, token_id, finish, *likelihood))
         return tokens
 
-    def _select(self, sequences: list[Running], logits: Tensor) -> list[int]:
-        chosen = [0] * len(sequences)
-        numbered = sorted(enumerate(sequences), key=lambda pair: _rule(pair[1]))
-        for rule, members in groupby(numbered, key=lambda pair: _rule(pair[1])):
-            rows = [row for row, _ in members]
-            part = logits if len(rows) == len(sequences) else logits[rows]
-            if rule is GREEDY:
-                ids = part.argmax(dim=-1)
-            else:
-                drawn = [sequences[row].random.random() for row in rows]
-                uniforms = torch.tensor(drawn, dtype=torch.float64, device=part.device)
-                ids = sampling.sample(part, *rule, uniforms)
-            for row, token_id in zip(rows, ids.tolist()):
-                chosen[row] = token_id
-        return [int(token_id) for token_id in self.network.broadcast_choices([*chosen])]
+    def _check_finite(self, sequences: list[Running], logits: Tensor) -> None:
+        """Nothing of a sequence that is not finite stays in the cache."""
+        bad = not_finite(logits)
+        if bad and self._cache is not None:
+            self._cache.wipe([sequences[row] for row in bad])
+        elif bad:
+            # Those that are read now come after those that run.
+            first = 0 if sequences is self._running else len(self._running)
+            self.network.wipe([first + row for row in bad])
+        if bad:
+            raise UserError(NOT_FINITE)
 
     def _finish(self, sequence: Running, token_id: int) -> str | None:
         if token_id == self._eos_id:
@@ -218,14 +261,9 @@ class Session:
         return "length" if len(sequence.new) == sequence.options.max_dec_len else None
 
 
-GREEDY = (0, 0.0, 0.0)
-
-
-def _rule(sequence: Running) -> tuple[int, float, float]:
-    """Sequences with the same options are sampled together."""
-    options = sequence.options
+def _rule(options: Options) -> sampling.Rule:
     if options.decode_strategy == "greedy_search":
-        return GREEDY
+        return sampling.GREEDY
     return options.top_k, options.top_p, options.temperature
 
 
@@ -252,16 +290,15 @@ def check_prompt(
         )
 
 
-def check_finite(logits: Tensor, network: SequenceModel, first_row: int = 0) -> None:
-    """Refuse logits that are not finite; the rows they come from, starting at `first_row`, are
-    wiped."""
-    finite = logits.amax(dim=-1).isfinite()
-    if not bool(finite.all()):
-        network.wipe([first_row + row for row in (~finite).nonzero()[:, 0].tolist()])
-        raise UserError(
-            "the model's logits are not finite, so no token can be chosen; the checkpoint is "
-            "damaged or its training diverged"
-        )
+NOT_FINITE = (
+    "the model's logits are not finite, so no token can be chosen; the checkpoint is "
+    "damaged or its training diverged"
+)
+
+
+def not_finite(logits: Tensor) -> list[int]:
+    """The rows of logits from which no token can be chosen."""
+    return (~logits.amax(dim=-1).isfinite()).nonzero()[:, 0].tolist()
 
 
 def stream_seed(seed: int, prompt: Sequence[int], number: int) -> int:

@@ -102,6 +102,21 @@ static void prepare_row(int64_t kind, const float *x, int64_t given, int64_t inp
   }
 }
 
+/* The products of pairs and of fours, added to a sum. Written out because GCC 12 copies and spills
+   the sums around its own functions for them. */
+#if HAS_BF16
+INLINE vf add_pairs(vf sum, vi a, vi b) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+#endif
+#if HAS_VNNI
+INLINE vi add_fours(vi sum, vi offset, vi b) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(offset), "v"(b));
+  return sum;
+}
+#endif
+
 /* -- tiles: `rows` rows times `panels` panels, all sums in registers ---------------------------- */
 
 #define SUMS(rows, panels) vf sums[rows][panels][NV]
@@ -154,7 +169,7 @@ INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, con
     EACH_ROW(rows) {
       vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[pair]);
       EACH_PART(panels)
-      sums[r][p][v] = _mm512_dpbf16_ps(sums[r][p][v], (__m512bh)both[p][v], (__m512bh)ones);
+      sums[r][p][v] = add_pairs(sums[r][p][v], both[p][v], ones);
     }
 #else
     EACH_ROW(rows) {
@@ -182,7 +197,7 @@ INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const c
       vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[four]);
       EACH_PART(panels) {
 #if HAS_VNNI
-        whole[r][p][v] = _mm512_dpbusd_epi32(whole[r][p][v], ones, weight[p][v]);
+        whole[r][p][v] = add_fours(whole[r][p][v], ones, weight[p][v]);
 #elif WIDE
         /* Two halves of 256 bits: there is no sign instruction for 512. */
         __m256i part[2];
@@ -239,7 +254,7 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
           const int32_t *row = (const int32_t *)((const char *)x.data + r * x.stride);
           vi ones = vi_set(row[group * 16 + chunk * 4 + n]);
           UNROLL for (int p = 0; p < panels; p++) parts[r][p][0] =
-              _mm512_dpbf16_ps(parts[r][p][0], (__m512bh)two[p], (__m512bh)ones);
+              add_pairs(parts[r][p][0], two[p], ones);
         }
       }
 #else

@@ -42,6 +42,12 @@ INLINE vf v_half(const uint16_t *p) {
 }
 /* 2^n by its exponent bits, and x * 2^n in one instruction. */
 INLINE vf v_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+/* Lanes as bits of a number: a >= b, and whether a lane is NaN. */
+INLINE unsigned v_reaches(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+INLINE unsigned v_unordered(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+INLINE vf v_zero_below(vf a, vf x, vf least) {
+  return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, least, _CMP_LT_OQ), _mm512_setzero_ps());
+}
 #else
 #define WIDE 0
 #define VL 8
@@ -85,6 +91,11 @@ INLINE vf v_scale2(vf a, vf n) {
   __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
 }
+INLINE unsigned v_reaches(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+INLINE unsigned v_unordered(vf a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+INLINE vf v_zero_below(vf a, vf x, vf least) {
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, least, _CMP_LT_OQ), a);
+}
 #endif
 
 /* e^x within 2 units in the last place; 0 below -87.3, NaN stays NaN (the order of the operands
@@ -101,7 +112,7 @@ INLINE vf v_exp(vf x) {
   p = v_fma(p, r, v_set(1.6666665459e-1f));
   p = v_fma(p, r, v_set(5.0000001201e-1f));
   vf e = v_add(v_fma(p, v_mul(r, r), r), v_set(1.0f));
-  return v_scale2(e, n);
+  return v_zero_below(v_scale2(e, n), x, v_set(-87.3f));
 }
 
 /* GELU in its tanh form, x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3). */

@@ -24,13 +24,16 @@ from queue import Empty, SimpleQueue
 
 from fourfold.errors import UserError
 from fourfold.evaluate.scoring import Scorer, ScoreRequest
-from fourfold.generate import Decoder, Token
+from fourfold.generate import Decoder, Session, Token
 from fourfold.generate.module import GenerationModule
 from fourfold.serve.metrics import Metrics
 from fourfold.serve.protocol import ApiError, Limits
 from fourfold.serve.replies import Detokenizer, TextPiece, echo_piece
 from fourfold.serve.requests import SequenceRequest
 
+# Tokens of prompts that one step reads: with more the first ones would wait for the prompts of
+# others, with fewer the weights are read more often for the same prompts.
+PROMPT_TOKENS = 64
 SHUTTING_DOWN = "the server is shutting down"
 MODEL_FAILED = "the model failed; see the log"
 log = logging.getLogger("fourfold.serve")
@@ -119,7 +122,7 @@ class Worker:
         self._limits = limits
         self._metrics = metrics
         self.slots = slots
-        self._session = module.session(slots)
+        self._session = self._new_session()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._writers: dict[int, tuple[CompletionJob, Detokenizer]] = {}  # by the session's names
         self._to_score, self._to_write = FairQueue(), FairQueue()
@@ -128,6 +131,9 @@ class Worker:
         self._sequences: Counter[str] = Counter()  # of all jobs, by client
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="fourfold-worker", daemon=True)
+
+    def _new_session(self) -> Session:
+        return self._module.session(self.slots, prompt_tokens_at_once=PROMPT_TOKENS)
 
     # -- the event loop's side --------------------------------------------------------------
 
@@ -244,6 +250,8 @@ class Worker:
         tokens = self._session.step()
         self._metrics.step(len(tokens))
         for token in tokens:
+            if token.sequence not in self._writers:
+                continue  # ended by an earlier token of the same step
             job, writer = self._writers[token.sequence]
             self._count_token(job)
             piece = writer.take(token)
@@ -345,7 +353,7 @@ class Worker:
             log.exception("a step failed")
         message = str(error) if known else "the step failed; the server's log says why"
         self._writers, self._to_score, self._to_write = {}, FairQueue(), FairQueue()
-        self._session = self._module.session(self.slots)
+        self._session = self._new_session()
         # A device that failed for good fails here, before another client waits for it.
         self._session.network.read([[self._module.tokenizer.eos_id]])
         self._session.network.arrange([])
