@@ -39,11 +39,12 @@ import httpx
 
 VOCAB, PROMPT, NEW, TOP_K = 50304, 64, 64, 50
 # Each is one token of GPT-2 after a blank.
-WORDS = """time year people way day man thing woman life child world school state family student
+TEXT = """time year people way day man thing woman life child world school state family student
 group country problem hand part place case week company system program question work government
 number night point home water room mother area money story fact month lot right study book eye job
 word business issue side kind head house service friend father power hour game line end member law
-car city community name""".split()
+car city community name"""
+WORDS = TEXT.split()
 
 
 @dataclass(frozen=True)

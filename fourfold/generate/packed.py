@@ -14,6 +14,7 @@ networks run through torch, with packed products.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,7 @@ class _Layer(ctypes.Structure):
 class _Network(ctypes.Structure):
     _fields_ = [
         *((name, _int64) for name in ("layers", "hidden", "heads", "head_size", "ffn")),
-        *((name, _int64) for name in ("vocabulary", "positions")),
+        *((name, _int64) for name in ("vocabulary", "positions", "half_cache")),
         *((name, _pointer) for name in ("layer", "norm_weight", "norm_bias", "head")),
         *((name, _pointer) for name in ("words", "places")),
         ("epsilon", ctypes.c_float),
@@ -98,6 +99,11 @@ class Memory:
         self._used += -(-size // 64) * 64
         assert self._used <= len(self._whole), (self._used, len(self._whole))
         return part
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return Memory(size).take(size).view(dtype).view(shape)
 
 
 class PackedMatrix:
@@ -262,7 +268,8 @@ def is_known(model: GPT) -> bool:
 class FusedGPT:
     """The whole network in one call, with its cache of keys and values.
 
-    The cache holds `rows` sequences; a token is computed with its sequence and its position.
+    The cache holds `rows` sequences; a token is computed with its sequence and its position. Keys
+    and values are float32, or with narrower weights float16.
     """
 
     def __init__(self, model: GPT, head: PackedLinear) -> None:
@@ -286,6 +293,7 @@ class FusedGPT:
             head_size=self.shape.head_size,
             ffn=self.shape.ffn_hidden_size,
             vocabulary=self.head.outputs,
+            half_cache=int(self.head.kind != "float32"),
             layer=ctypes.addressof(self._layers),
             norm_weight=norm.weight.data_ptr(),
             norm_bias=norm.bias.data_ptr(),
@@ -313,8 +321,9 @@ class FusedGPT:
         layers, heads = len(self._layers), shape.num_attention_heads
         blocks, size = -(-positions // PANEL), shape.head_size
         padded = -(-size // PANEL) * PANEL
-        self.keys = torch.zeros(layers, rows, heads, blocks, size * PANEL)
-        self.values = torch.zeros(layers, rows, heads, blocks * PANEL, padded)
+        dtype = torch.float16 if self._network.half_cache else torch.float32
+        self.keys = _zeros((layers, rows, heads, blocks, size * PANEL), dtype)
+        self.values = _zeros((layers, rows, heads, blocks * PANEL, padded), dtype)
         self._network.positions = blocks * PANEL
         for layer, keys, values in zip(self._layers, self.keys, self.values):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()

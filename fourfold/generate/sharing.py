@@ -112,7 +112,8 @@ class CacheRows:
     ) -> list[list[Turn]]:
         """One turn of each sequence; those of the second wave begin with what the first computes.
 
-        At most `prompt_tokens` tokens of prompts are read, so long ones take several steps.
+        At most `prompt_tokens` tokens of prompts are read, so long ones take several steps, and
+        those that come after them wait.
         """
         reading = [one for one in running if one.stored < len(one.prompt)]
         writing = [one for one in running if one.stored >= len(one.prompt)]
@@ -120,8 +121,10 @@ class CacheRows:
         first = [self._next_token(one, self._draft(one, most)) for one in writing]
         second = list[Turn]()
         for sequence in [*reading, *arrived]:
+            if prompt_tokens <= 0:
+                break
             depends = sequence.row < 0 and self._place(sequence, first)
-            turn = self._next_of_prompt(sequence, max(prompt_tokens, 1))
+            turn = self._next_of_prompt(sequence, prompt_tokens)
             prompt_tokens -= len(turn.tokens)
             (second if depends else first).append(turn)
         return [wave for wave in (first, second) if wave]

@@ -15,13 +15,14 @@
 typedef struct {
   const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
   Matrix qkv, out, up, down;
-  float *keys;   /* (sequences, H, T / 16, K, 16): panels, as of a matrix whose outputs are tokens */
-  float *values; /* (sequences, H, T, K padded to 16) */
+  /* Of float32, or where `half_cache` of half precision. */
+  char *keys;   /* (sequences, H, T / 16, K, 16): panels, as of a matrix whose outputs are tokens */
+  char *values; /* (sequences, H, T, K padded to 16) */
 } Layer;
 
 typedef struct {
   int64_t layers, hidden, heads, head_size, ffn, vocabulary;
-  int64_t positions; /* of the cache, a multiple of 16 */
+  int64_t positions, half_cache; /* of the cache; positions: a multiple of 16 */
   const Layer *layer;
   const float *norm_weight, *norm_bias;
   const Matrix *head;
@@ -70,25 +71,43 @@ static void normalize(const float *x, int64_t width, const float *weight, const 
 
 INLINE int64_t head_padded(const Network *net) { return (net->head_size + 15) / 16 * 16; }
 
+/* Half precision ends at 65504; what is larger, and finite, stays that large. */
+INLINE uint16_t bounded_half(float x) {
+  return f16_of(x > 65504.0f && x < INFINITY ? 65504.0f : x < -65504.0f && x > -INFINITY ? -65504.0f : x);
+}
+
 static void store_keys_values(const Network *net, const Layer *layer, Row row, const float *qkv) {
   const int64_t K = net->head_size, KP = head_padded(net), T = net->positions;
   for (int64_t h = 0; h < net->heads; h++) {
     const float *key = qkv + h * 3 * K + K, *value = key + K;
     int64_t place = row.sequence * net->heads + h;
-    float *panel = layer->keys + (place * T + row.position / PANEL * PANEL) * K;
-    for (int64_t d = 0; d < K; d++) panel[d * PANEL + row.position % PANEL] = key[d];
-    memcpy(layer->values + (place * T + row.position) * KP, value, 4 * K);
+    int64_t panel = (place * T + row.position / PANEL * PANEL) * K + row.position % PANEL;
+    int64_t line = (place * T + row.position) * KP;
+    if (net->half_cache) {
+      uint16_t *keys = (uint16_t *)layer->keys + panel, *values = (uint16_t *)layer->values + line;
+      for (int64_t d = 0; d < K; d++) keys[d * PANEL] = bounded_half(key[d]);
+      for (int64_t d = 0; d < K; d++) values[d] = bounded_half(value[d]);
+    } else {
+      float *keys = (float *)layer->keys + panel;
+      for (int64_t d = 0; d < K; d++) keys[d * PANEL] = key[d];
+      memcpy((float *)layer->values + line, value, 4 * K);
+    }
   }
+}
+
+INLINE vf load_cached(const int half, const char *base, int64_t number) {
+  return half ? v_half((const uint16_t *)base + number) : v_load((const float *)base + number);
 }
 
 #define QUERIES 4
 /* Head h of `count` rows that follow each other in one sequence. `scores` has room for T of each. */
-INLINE void attend_rows(const int count, const Network *net, const Layer *layer, const Row *rows,
+INLINE void attend_rows(const int count, const int half, const Network *net, const Layer *layer, const Row *rows,
                         int64_t h, const float *qkv, int64_t qkv_stride, float *mixed,
                         int64_t mixed_stride, float *scores) {
   const int64_t K = net->head_size, KP = head_padded(net), T = net->positions;
   const int64_t place = rows[0].sequence * net->heads + h;
-  const float *keys = layer->keys + place * T * K, *values = layer->values + place * T * KP;
+  const int64_t size = half ? 2 : 4;
+  const char *keys = layer->keys + place * T * K * size, *values = layer->values + place * T * KP * size;
   const int64_t longest = rows[count - 1].position + 1;
   const float scale = 1.0f / sqrtf((float)K);
   const int64_t blocks = (longest + PANEL - 1) / PANEL;
@@ -98,15 +117,19 @@ INLINE void attend_rows(const int count, const Network *net, const Layer *layer,
     UNROLL for (int r = 0; r < count; r++) UNROLL for (int b = 0; b < SIDE; b++)
         UNROLL for (int v = 0; v < NV; v++) sums[r][b][v] = v_zero();
     /* Blocks beyond the last repeat it. */
-    const float *at[SIDE];
+    const char *at[SIDE];
     UNROLL for (int b = 0; b < SIDE; b++)
-        at[b] = keys + (block + b < blocks ? block + b : blocks - 1) * PANEL * K;
-    for (int64_t d = 0; d < K; d++)
+        at[b] = keys + (block + b < blocks ? block + b : blocks - 1) * PANEL * K * size;
+    for (int64_t d = 0; d < K; d++) {
+      vf key[SIDE][NV];
+      UNROLL for (int b = 0; b < SIDE; b++) UNROLL for (int v = 0; v < NV; v++)
+          key[b][v] = load_cached(half, at[b], d * PANEL + v * VL);
       UNROLL for (int r = 0; r < count; r++) {
         vf q = v_set(qkv[r * qkv_stride + h * 3 * K + d]);
         UNROLL for (int b = 0; b < SIDE; b++) UNROLL for (int v = 0; v < NV; v++)
-            sums[r][b][v] = v_fma(v_load(at[b] + d * PANEL + v * VL), q, sums[r][b][v]);
+            sums[r][b][v] = v_fma(key[b][v], q, sums[r][b][v]);
       }
+    }
     UNROLL for (int r = 0; r < count; r++) UNROLL for (int b = 0; b < SIDE; b++)
         UNROLL for (int v = 0; v < NV; v++) if (block + b < blocks)
             v_store(scores + r * T + (block + b) * PANEL + v * VL, v_mul(sums[r][b][v], v_set(scale)));
@@ -135,17 +158,20 @@ INLINE void attend_rows(const int count, const Network *net, const Layer *layer,
     vf sums[QUERIES][4];
     UNROLL for (int r = 0; r < count; r++) UNROLL for (int v = 0; v < 4; v++) sums[r][v] = v_zero();
     if (parts == 4) {
-      for (int64_t t = 0; t < longest; t++)
+      for (int64_t t = 0; t < longest; t++) {
+        vf value[4];
+        UNROLL for (int v = 0; v < 4; v++) value[v] = load_cached(half, values, t * KP + d + v * VL);
         UNROLL for (int r = 0; r < count; r++) {
           vf weight = v_set(scores[r * T + t]);
-          UNROLL for (int v = 0; v < 4; v++)
-              sums[r][v] = v_fma(v_load(values + t * KP + d + v * VL), weight, sums[r][v]);
+          UNROLL for (int v = 0; v < 4; v++) sums[r][v] = v_fma(value[v], weight, sums[r][v]);
         }
+      }
     } else {
       for (int64_t t = 0; t < longest; t++)
         for (int r = 0; r < count; r++)
           for (int v = 0; v < parts; v++)
-            sums[r][v] = v_fma(v_load(values + t * KP + d + v * VL), v_set(scores[r * T + t]), sums[r][v]);
+            sums[r][v] = v_fma(load_cached(half, values, t * KP + d + v * VL),
+                               v_set(scores[r * T + t]), sums[r][v]);
     }
     for (int r = 0; r < count; r++)
       for (int v = 0; v < parts; v++) {
@@ -160,12 +186,18 @@ INLINE void attend_rows(const int count, const Network *net, const Layer *layer,
 static void attend(int count, const Network *net, const Layer *layer, const Row *rows, int64_t h,
                    const float *qkv, int64_t qkv_stride, float *mixed, int64_t mixed_stride,
                    float *scores) {
-  if (count == QUERIES)
-    attend_rows(QUERIES, net, layer, rows, h, qkv, qkv_stride, mixed, mixed_stride, scores);
-  else
-    for (int r = 0; r < count; r++)
-      attend_rows(1, net, layer, rows + r, h, qkv + r * qkv_stride, qkv_stride,
-                  mixed + r * mixed_stride, mixed_stride, scores);
+  if (count == QUERIES) {
+    if (net->half_cache)
+      attend_rows(QUERIES, 1, net, layer, rows, h, qkv, qkv_stride, mixed, mixed_stride, scores);
+    else
+      attend_rows(QUERIES, 0, net, layer, rows, h, qkv, qkv_stride, mixed, mixed_stride, scores);
+    return;
+  }
+  for (int r = 0; r < count; r++, qkv += qkv_stride, mixed += mixed_stride)
+    if (net->half_cache)
+      attend_rows(1, 1, net, layer, rows + r, h, qkv, qkv_stride, mixed, mixed_stride, scores);
+    else
+      attend_rows(1, 0, net, layer, rows + r, h, qkv, qkv_stride, mixed, mixed_stride, scores);
 }
 
 /* -- products, by all threads of a team ---------------------------------------------------------- */

@@ -9,6 +9,7 @@ import torch
 from helpers.networks import small_decoder, small_model
 
 from fourfold.generate import Decoder, Options, Session, generate
+from fourfold.generate.packed import FusedGPT, PackedMatrix
 from fourfold.generate.weights import FORMATS
 
 pytestmark = pytest.mark.skipif(small_decoder().fused is None, reason="no compiled kernels here")
@@ -60,7 +61,8 @@ def test_what_begins_alike_is_read_once_and_the_text_stays(options: Options, slo
     assert texts(session, PROMPTS, options) == expected
     new = sum(len(ids) - 1 for ids in expected)
     read = counted.tokens - new
-    assert read < sum(map(len, PROMPTS)) - 2 * len(SYSTEM)
+    times = 1 if slots == 1 else 2  # with one row, what another prompt leaves of it
+    assert read < sum(map(len, PROMPTS)) - times * len(SYSTEM)
     before = counted.tokens
     assert texts(session, PROMPTS[:1], options) == expected[:1]
     if slots == 5:  # all is still there
@@ -97,9 +99,15 @@ def test_drafts_change_no_text(weights: Any, options: Options, draft: int) -> No
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
-    """A greedy text of a small random model soon runs in circles."""
+    """A greedy text of a model that knows the last token alone soon runs in circles."""
     options = Options(max_dec_len=40, decode_strategy="greedy_search")
-    counted = Counted(small_decoder())
+    network = small_decoder()
+    assert network.model.embeddings.position is not None
+    network.model.embeddings.position.weight.zero_()
+    for layer in network.model.layers.values():
+        layer.attn.out.matrix = PackedMatrix("float32", torch.zeros(48, 48), torch.zeros(48))
+    network.fused = FusedGPT(network.model, network.head)
+    counted = Counted(network)
     [[plain]] = generate(counted.network, [[3, 4, 5]], options, eos_id=None)
     steps, counted.calls = counted.calls, 0
     [[drafted]] = generate(counted.network, [[3, 4, 5]], options, eos_id=None, draft_tokens=4)
