@@ -57,13 +57,19 @@ INLINE int64_t row_bytes(int64_t kind, int64_t inputs) {
 static void prepare_row(int64_t kind, const float *x, int64_t given, int64_t inputs, void *to,
                         float *scale) {
   if (kind == INT8) {
-    vf most = v_zero();
+    vf most = v_set(1.1754944e-38f);
+    unsigned unordered = 0; /* a maximum does not keep NaN */
     int64_t i = 0;
-    for (; i + VL <= given; i += VL) most = v_max(v_abs(v_load(x + i)), most);
+    for (; i + VL <= given; i += VL) {
+      unordered |= v_unordered(v_load(x + i));
+      most = v_max(v_abs(v_load(x + i)), most);
+    }
     float largest = v_largest(most);
-    for (; i < given; i++) largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
-    if (!(largest > 1.1754944e-38f)) largest = largest == largest ? 1.1754944e-38f : largest;
-    *scale = largest / 127.0f;
+    for (; i < given; i++) {
+      unordered |= x[i] != x[i];
+      largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
+    }
+    *scale = unordered ? __builtin_nanf("") : largest / 127.0f;
     float inverse = 127.0f / largest;
     int8_t *q = to;
     vf factor = v_set(inverse);
