@@ -30,7 +30,7 @@ from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, LayerNorm,
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 LARGEST_HALF = 65504.0
-PANEL = 16
+PANEL, BLOCK = 16, 64
 # Rows of one call: more would only need more memory, since the result is the same.
 ROWS_AT_ONCE = 512
 
@@ -129,7 +129,7 @@ class PackedMatrix:
             _int64(torch.get_num_threads()),
         )
         if bias is not None:
-            self.bias = torch.zeros(-(-outputs // PANEL) * PANEL)
+            self.bias = torch.zeros(-(-outputs // BLOCK) * BLOCK)
             self.bias[:outputs] = bias
         self._parts, self._memory = parts, memory  # what the pointers below point to
         self.struct = _Matrix(

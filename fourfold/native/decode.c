@@ -113,6 +113,10 @@ INLINE void attend_rows(const int count, const int half, const Network *net, con
   const int64_t blocks = (longest + PANEL - 1) / PANEL;
   enum { SIDE = 4 };
   for (int64_t block = 0; block < blocks; block += SIDE) {
+    /* Few rows wait for memory: the values of these tokens are fetched while their keys are used. */
+    if (count == 1)
+      for (int64_t at = 0; at < SIDE * PANEL * KP * size; at += 64)
+        _mm_prefetch(values + block * PANEL * KP * size + at, _MM_HINT_T0);
     vf sums[QUERIES][SIDE][NV];
     UNROLL for (int r = 0; r < count; r++) UNROLL for (int b = 0; b < SIDE; b++)
         UNROLL for (int v = 0; v < NV; v++) sums[r][b][v] = v_zero();
@@ -369,21 +373,16 @@ void rows_of(const Matrix *m, const int64_t *outputs, int64_t count, int64_t wid
 
 /* Bytes of the packed weights, of their scales and of their sums. */
 void packed_bytes(int64_t kind, int64_t outputs, int64_t inputs, int64_t *bytes) {
-  int64_t panels = panels_of(outputs), width = padded(inputs);
-  bytes[0] = panels * panel_bytes(kind, width);
-  bytes[1] = kind == INT8 ? 4 * panels * PANEL : kind == INT4 ? 2 * panels * PANEL * (width / GROUP) : 0;
-  bytes[2] = kind == INT8 ? 4 * panels * PANEL : 0;
+  int64_t lanes = padded_panels(outputs) * PANEL, width = padded(inputs);
+  bytes[0] = padded_panels(outputs) * panel_bytes(kind, width);
+  bytes[1] = kind == INT8 ? 4 * lanes : kind == INT4 ? 2 * lanes * (width / GROUP) : 0;
+  bytes[2] = kind == INT8 ? 4 * lanes : 0;
 }
 
 /* Weights (outputs, inputs) of float32 into memory that is zero. */
 void pack(int64_t kind, int64_t outputs, int64_t inputs, const float *from, char *weights,
           void *scales, int32_t *sums, int64_t threads) {
-  int64_t width = padded(inputs), size = panel_bytes(kind, width);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t output = 0; output < panels_of(outputs) * PANEL; output++) {
-    static const float nothing[1];
-    int exists = output < outputs;
-    pack_output(kind, exists ? from + output * inputs : nothing, exists ? inputs : 0, width,
-                output % PANEL, weights + output / PANEL * size, scales, output, sums);
-  }
+#pragma omp parallel for schedule(static, PANEL) num_threads(threads)
+  for (int64_t output = 0; output < outputs; output++)
+    pack_output(kind, from + output * inputs, inputs, padded(inputs), output, weights, scales, sums);
 }

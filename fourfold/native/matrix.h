@@ -2,8 +2,9 @@
 
    A matrix of `outputs` x `inputs` is cut into panels of 16 outputs. Within a panel the weights
    stand in the order in which they are used: for an input (or for the 2, 4 or 8 inputs that one
-   32-bit word holds) the 16 outputs side by side, one lane each. So weights stream from memory, a
-   sum stays in its lane, and there is nothing to add up across lanes.
+   32-bit word holds) the 16 outputs side by side, one lane each. So a sum stays in its lane, and
+   there is nothing to add up across lanes. The panels of a block of 4 take turns, 64 bytes each (a
+   chunk), so that a block is one stream from memory, and the next block continues it.
 
    Whatever the number of rows, each sum is taken in the order of the inputs, with the same
    operations: the result of a row is the same to the bit alone, in a batch and in a prompt. */
@@ -12,6 +13,8 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };
 #define PANEL 16
+#define BLOCK 4 /* panels; a thread takes them through all rows, so that they stay in its cache */
+#define CHUNK 64
 #define NV (PANEL / VL)
 #define GROUP 32 /* inputs that share a scale in INT4 */
 
@@ -31,14 +34,25 @@ typedef struct {
   const void *weights;
   const void *scales; /* INT8: float per output; INT4: half per group and output */
   const int32_t *sums; /* INT8: 128 times the sum of an output's weights */
-  const float *bias;   /* padded to whole panels; may be null */
+  const float *bias;   /* padded to whole blocks; may be null */
 } Matrix;
 
 INLINE int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
+INLINE int64_t padded_panels(int64_t outputs) {
+  return (panels_of(outputs) + BLOCK - 1) / BLOCK * BLOCK;
+}
 INLINE int64_t padded(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 
 static const int BITS[] = {32, 16, 16, 8, 4};
 INLINE int64_t panel_bytes(int64_t kind, int64_t inputs) { return PANEL * inputs * BITS[kind] / 8; }
+/* Where the first chunk of a panel is; the next ones follow at distances of a chunk of the block. */
+INLINE int64_t panel_start(int64_t kind, int64_t inputs, int64_t panel) {
+  return panel / BLOCK * BLOCK * panel_bytes(kind, inputs) + panel % BLOCK * CHUNK;
+}
+/* Where the first of a panel's 16 scales for a group of inputs is (INT4). */
+INLINE int64_t scale_start(int64_t groups, int64_t panel, int64_t group) {
+  return ((panel / BLOCK * groups + group) * BLOCK + panel % BLOCK) * PANEL;
+}
 
 /* -- what goes in: rows of activations, in the form a kind multiplies with ---------------------- */
 
@@ -136,15 +150,16 @@ INLINE vi add_fours(vi sum, vi offset, vi b) {
 #define EACH_ROW(rows) UNROLL for (int r = 0; r < (rows); r++)
 
 /* Weights are fetched this many bytes ahead of their use: the hardware stops at each page. */
-#define AHEAD 1024
-INLINE void fetch(const char *place) { _mm_prefetch(place + AHEAD, _MM_HINT_T0); }
+#define AHEAD 2048
+INLINE void fetch(const void *place) { _mm_prefetch((const char *)place + AHEAD, _MM_HINT_T0); }
+#define AT(w, chunk, p) ((w) + (chunk) * (BLOCK * CHUNK) + (p) * CHUNK)
 
 INLINE void tile_float32(const int rows, const int panels, const Matrix *m, const char *w,
-                         int64_t stride, Rows x, vf (*sums)[4][NV]) {
+                         Rows x, vf (*sums)[4][NV]) {
   for (int64_t k = 0; k < m->inputs; k++) {
     vf weight[4][NV];
-    UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + k * 64);
-    EACH_PART(panels) weight[p][v] = v_load((const float *)(w + p * stride) + k * PANEL + v * VL);
+    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, k, p));
+    EACH_PART(panels) weight[p][v] = v_load((const float *)AT(w, k, p) + v * VL);
     EACH_ROW(rows) {
       vf one = v_set(((const float *)((const char *)x.data + r * x.stride))[k]);
       EACH_PART(panels) sums[r][p][v] = v_fma(weight[p][v], one, sums[r][p][v]);
@@ -153,24 +168,28 @@ INLINE void tile_float32(const int rows, const int panels, const Matrix *m, cons
 }
 
 INLINE void tile_float16(const int rows, const int panels, const Matrix *m, const char *w,
-                         int64_t stride, Rows x, vf (*sums)[4][NV]) {
-  for (int64_t k = 0; k < m->inputs; k++) {
-    vf weight[4][NV];
-    if (k % 2 == 0) UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + k * 32);
-    EACH_PART(panels) weight[p][v] = v_half((const uint16_t *)(w + p * stride) + k * PANEL + v * VL);
-    EACH_ROW(rows) {
-      vf one = v_set(((const float *)((const char *)x.data + r * x.stride))[k]);
-      EACH_PART(panels) sums[r][p][v] = v_fma(weight[p][v], one, sums[r][p][v]);
+                         Rows x, vf (*sums)[4][NV]) {
+  for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
+    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, pair, p));
+    UNROLL for (int k = 0; k < 2; k++) {
+      vf weight[4][NV];
+      EACH_PART(panels)
+      weight[p][v] = v_half((const uint16_t *)AT(w, pair, p) + k * PANEL + v * VL);
+      EACH_ROW(rows) {
+        const float *row = (const float *)((const char *)x.data + r * x.stride);
+        vf one = v_set(row[2 * pair + k]);
+        EACH_PART(panels) sums[r][p][v] = v_fma(weight[p][v], one, sums[r][p][v]);
+      }
     }
   }
 }
 
 INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, const char *w,
-                          int64_t stride, Rows x, vf (*sums)[4][NV]) {
+                          Rows x, vf (*sums)[4][NV]) {
   for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
     vi both[4][NV];
-    UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + pair * 64);
-    EACH_PART(panels) both[p][v] = vi_load(w + p * stride + pair * 64 + v * 4 * VL);
+    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, pair, p));
+    EACH_PART(panels) both[p][v] = vi_load(AT(w, pair, p) + v * 4 * VL);
 #if HAS_BF16
     EACH_ROW(rows) {
       vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[pair]);
@@ -192,13 +211,13 @@ INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, con
 }
 
 INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const char *w,
-                      int64_t stride, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+                      Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
   vi whole[12][4][NV];
   EACH_SUM(rows, panels) whole[r][p][v] = vi_set(0);
   for (int64_t four = 0; four < m->inputs / 4; four++) {
     vi weight[4][NV];
-    UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + four * 64);
-    EACH_PART(panels) weight[p][v] = vi_load(w + p * stride + four * 64 + v * 4 * VL);
+    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, four, p));
+    EACH_PART(panels) weight[p][v] = vi_load(AT(w, four, p) + v * 4 * VL);
     EACH_ROW(rows) {
       vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[four]);
       EACH_PART(panels) {
@@ -235,12 +254,14 @@ INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const c
 }
 
 INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const char *w,
-                      int64_t stride, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+                      Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
   const int64_t groups = m->inputs / GROUP;
 #if HAS_BF16
   /* bfloat16 numbers -8 to 7, twice, since the index of a word has five bits. */
-  uint16_t numbers[32];
-  for (int i = 0; i < 32; i++) numbers[i] = bf16_of((float)(i % 16 - 8));
+  static const uint16_t numbers[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+      0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
   const vi table = vi_load(numbers);
 #endif
   for (int64_t group = 0; group < groups; group++) {
@@ -248,9 +269,8 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
     EACH_SUM(rows, panels) parts[r][p][v] = v_zero();
     UNROLL for (int chunk = 0; chunk < GROUP / 8; chunk++) {
       vi eight[4][NV];
-      UNROLL for (int p = 0; p < panels; p++) fetch(w + p * stride + (group * 4 + chunk) * 64);
-      EACH_PART(panels)
-      eight[p][v] = vi_load(w + p * stride + (group * 4 + chunk) * 64 + v * 4 * VL);
+      UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, group * 4 + chunk, p));
+      EACH_PART(panels) eight[p][v] = vi_load(AT(w, group * 4 + chunk, p) + v * 4 * VL);
 #if HAS_BF16
       UNROLL for (int n = 0; n < 4; n++) {
         vi two[4];
@@ -277,9 +297,10 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
 #endif
     }
     vf scale[4][NV];
-    EACH_PART(panels)
-    scale[p][v] = v_half((const uint16_t *)m->scales +
-                         ((first_panel + p) * groups + group) * PANEL + v * VL);
+    const uint16_t *halves = (const uint16_t *)m->scales + scale_start(groups, first_panel, group);
+    fetch(halves);
+    if (panels == BLOCK) fetch(halves + CHUNK / 2);
+    EACH_PART(panels) scale[p][v] = v_half(halves + p * PANEL + v * VL);
     EACH_SUM(rows, panels) sums[r][p][v] = v_fma(parts[r][p][v], scale[p][v], sums[r][p][v]);
   }
 }
@@ -324,27 +345,26 @@ INLINE void finish_tile(const int rows, const int panels, const Matrix *m, int64
 
 #define TILE(KIND, kind_name, ...)                                                              \
   static __attribute__((noinline)) void KIND(const Matrix *m, int64_t panel, Rows x, Result y) { \
-    const int64_t stride = panel_bytes(m->kind, m->inputs);                                     \
-    const char *w = (const char *)m->weights + panel * stride;                                  \
+    const char *w = (const char *)m->weights + panel_start(m->kind, m->inputs, panel);          \
     vf sums[12][4][NV];                                                                         \
     kind_name                                                                                   \
   }
 
 #define MAKE(rows, panels)                                                                       \
   TILE(float32_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();               \
-       tile_float32(rows, panels, m, w, stride, x, sums);                                        \
+       tile_float32(rows, panels, m, w, x, sums);                                        \
        finish_tile(rows, panels, m, panel, y, sums);)                                            \
   TILE(float16_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();               \
-       tile_float16(rows, panels, m, w, stride, x, sums);                                        \
+       tile_float16(rows, panels, m, w, x, sums);                                        \
        finish_tile(rows, panels, m, panel, y, sums);)                                            \
   TILE(bfloat16_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();              \
-       tile_bfloat16(rows, panels, m, w, stride, x, sums);                                       \
+       tile_bfloat16(rows, panels, m, w, x, sums);                                       \
        finish_tile(rows, panels, m, panel, y, sums);)                                            \
-  TILE(int8_##rows##x##panels, tile_int8(rows, panels, m, w, stride, x, panel, sums);            \
+  TILE(int8_##rows##x##panels, tile_int8(rows, panels, m, w, x, panel, sums);            \
        finish_tile(rows, panels, m, panel, y, sums);)
 #define MAKE_INT4(rows, panels)                                                                  \
   TILE(int4_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();                  \
-       tile_int4(rows, panels, m, w, stride, x, panel, sums);                                    \
+       tile_int4(rows, panels, m, w, x, panel, sums);                                    \
        finish_tile(rows, panels, m, panel, y, sums);)
 
 typedef void (*Tile)(const Matrix *, int64_t, Rows, Result);
@@ -374,7 +394,6 @@ static const TileSize SIZES[] = {SIZE(6, 1), SIZE(4, 1), SIZE(2, 2), SIZE(1, 4),
 MAKE_INT4(2, 1) MAKE_INT4(1, 2) MAKE_INT4(1, 1)
 static const TileSize SIZES_INT4[] = {SIZE_INT4(2, 1), SIZE_INT4(1, 2), {0}};
 #endif
-#define BLOCK 4 /* panels that a thread takes through all rows, so that they stay in its cache */
 
 /* Panels `first` to `stop` of the product of `rows` prepared rows. */
 static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64_t rows, Result y) {
@@ -423,62 +442,71 @@ static uint16_t round_group(const float *x, int64_t count, uint8_t *q) {
   return best;
 }
 
-static void pack_output(int64_t kind, const float *x, int64_t given, int64_t inputs, int lane,
-                        char *panel, void *scales, int64_t output, int32_t *sums) {
+/* The place of input k of a lane within its panel, counted in numbers of the kind; of INT4 in bytes
+   of the word it is part of. */
+INLINE int64_t place_of(int64_t kind, int64_t k, int lane) {
+  const int64_t chunk = BLOCK * CHUNK;
+  switch (kind) {
+    case FLOAT32: return k * (chunk / 4) + lane;
+    case FLOAT16: return k / 2 * (chunk / 2) + k % 2 * PANEL + lane;
+    case BFLOAT16: return k / 2 * (chunk / 2) + lane * 2 + k % 2;
+    case INT8: return k / 4 * chunk + lane * 4 + k % 4;
+    default: return k / 8 * chunk + lane * 4;
+  }
+}
+INLINE int shift_of(int64_t k) { return 4 * (k % 8 / 2) + 16 * (k % 2); }
+
+/* One output into its panel, which is zero. */
+static void pack_output(int64_t kind, const float *x, int64_t given, int64_t inputs, int64_t output,
+                        char *weights, void *scales, int32_t *sums) {
+  char *panel = weights + panel_start(kind, inputs, output / PANEL);
+  int lane = output % PANEL;
   if (kind == FLOAT32) {
-    for (int64_t k = 0; k < inputs; k++) ((float *)panel)[k * PANEL + lane] = k < given ? x[k] : 0;
+    for (int64_t k = 0; k < given; k++) ((float *)panel)[place_of(kind, k, lane)] = x[k];
   } else if (kind == FLOAT16) {
-    for (int64_t k = 0; k < inputs; k++)
-      ((uint16_t *)panel)[k * PANEL + lane] = k < given ? f16_of(x[k]) : 0;
+    for (int64_t k = 0; k < given; k++) ((uint16_t *)panel)[place_of(kind, k, lane)] = f16_of(x[k]);
   } else if (kind == BFLOAT16) {
-    for (int64_t k = 0; k < inputs; k++)
-      ((uint16_t *)panel)[(k / 2 * PANEL + lane) * 2 + k % 2] = k < given ? bf16_of(x[k]) : 0;
+    for (int64_t k = 0; k < given; k++) ((uint16_t *)panel)[place_of(kind, k, lane)] = bf16_of(x[k]);
   } else if (kind == INT8) {
     float largest = 1.1754944e-38f;
     for (int64_t k = 0; k < given; k++)
       if (__builtin_fabsf(x[k]) > largest) largest = __builtin_fabsf(x[k]);
     float scale = largest / 127.0f;
     int32_t sum = 0;
-    for (int64_t k = 0; k < inputs; k++) {
-      int8_t q = k < given ? (int8_t)__builtin_rintf(x[k] / scale) : 0;
-      ((int8_t *)panel)[(k / 4 * PANEL + lane) * 4 + k % 4] = q;
+    for (int64_t k = 0; k < given; k++) {
+      int8_t q = (int8_t)__builtin_rintf(x[k] / scale);
+      ((int8_t *)panel)[place_of(kind, k, lane)] = q;
       sum += q;
     }
     ((float *)scales)[output] = scale;
     sums[output] = 128 * sum;
   } else {
-    int64_t groups = inputs / GROUP;
-    uint16_t *halves = (uint16_t *)scales + output / PANEL * groups * PANEL + lane;
-    for (int64_t group = 0; group < groups; group++) {
+    for (int64_t group = 0; group < inputs / GROUP; group++) {
       uint8_t q[GROUP];
       int64_t left = given - group * GROUP;
-      halves[group * PANEL] = round_group(x + group * GROUP, left < GROUP ? (left > 0 ? left : 0) : GROUP, q);
-      for (int chunk = 0; chunk < GROUP / 8; chunk++) {
-        uint32_t word = 0;
-        for (int n = 0; n < 8; n++) word |= (uint32_t)q[chunk * 8 + n] << (4 * (n / 2) + 16 * (n % 2));
-        ((uint32_t *)panel)[(group * 4 + chunk) * PANEL + lane] = word;
-      }
+      uint16_t *halves = (uint16_t *)scales + scale_start(inputs / GROUP, output / PANEL, group);
+      halves[lane] = round_group(x + group * GROUP, left < 0 ? 0 : left < GROUP ? left : GROUP, q);
+      for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k++)
+        *(uint32_t *)(panel + place_of(kind, k, lane)) |= (uint32_t)q[k % GROUP] << shift_of(k);
     }
   }
 }
 
 /* Input k of an output, as the matrix holds it. */
 static float weight_at(const Matrix *m, int64_t output, int64_t k) {
-  const char *panel = (const char *)m->weights + output / PANEL * panel_bytes(m->kind, m->inputs);
+  const char *panel = (const char *)m->weights + panel_start(m->kind, m->inputs, output / PANEL);
   int lane = output % PANEL;
+  int64_t place = place_of(m->kind, k, lane);
   switch (m->kind) {
-    case FLOAT32: return ((const float *)panel)[k * PANEL + lane];
-    case FLOAT16: return of_f16(((const uint16_t *)panel)[k * PANEL + lane]);
-    case BFLOAT16: return of_bf16(((const uint16_t *)panel)[(k / 2 * PANEL + lane) * 2 + k % 2]);
-    case INT8:
-      return ((const float *)m->scales)[output] *
-             ((const int8_t *)panel)[(k / 4 * PANEL + lane) * 4 + k % 4];
+    case FLOAT32: return ((const float *)panel)[place];
+    case FLOAT16: return of_f16(((const uint16_t *)panel)[place]);
+    case BFLOAT16: return of_bf16(((const uint16_t *)panel)[place]);
+    case INT8: return ((const float *)m->scales)[output] * ((const int8_t *)panel)[place];
     default: {
-      int64_t group = k / GROUP, n = k % 8;
-      uint32_t word = ((const uint32_t *)panel)[k / 8 * PANEL + lane];
-      const uint16_t *halves = (const uint16_t *)m->scales;
-      float scale = of_f16(halves[(output / PANEL * (m->inputs / GROUP) + group) * PANEL + lane]);
-      return scale * ((int)(word >> (4 * (n / 2) + 16 * (n % 2)) & 15) - 8);
+      const uint16_t *halves = (const uint16_t *)m->scales +
+                               scale_start(m->inputs / GROUP, output / PANEL, k / GROUP);
+      uint32_t word = *(const uint32_t *)(panel + place);
+      return of_f16(halves[lane]) * ((int)(word >> shift_of(k) & 15) - 8);
     }
   }
 }

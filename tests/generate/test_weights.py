@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.networks import small_model
+from helpers.networks import SHAPE, small_model
 
+from fourfold import native
 from fourfold.errors import UserError
 from fourfold.generate import Decoder, Options, decoder, generate
+from fourfold.generate.packed import PackedMatrix
 from fourfold.generate.weights import FORMATS, HalfLinear, Int8Linear, _cast
+from fourfold.model.gpt import GPT, Block
 
 PROMPTS = [[5], list(range(20, 60)), [5, 6, 7], [150] * 17]
 
@@ -25,8 +28,18 @@ def logits_after(network: Decoder) -> torch.Tensor:
     return torch.stack([first, network.advance([1, 2, 3, 4])])
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the compiled kernels, and as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr("fourfold.generate.weights.kernels", lambda: None)
+    elif native.why_not("decode"):
+        pytest.skip("no kernels can be built here")
+    return request.param
+
+
 @pytest.mark.parametrize("weights", FORMATS)
-def test_logits_stay_close_to_the_models(weights: Any) -> None:
+def test_logits_stay_close_to_the_models(weights: Any, way: str) -> None:
     model = small_model()
     rows = [[prompt, [*prompt, number]] for number, prompt in enumerate(PROMPTS, start=1)]
     with torch.no_grad():
@@ -36,19 +49,60 @@ def test_logits_stay_close_to_the_models(weights: Any) -> None:
                 for step in (0, 1)
             ]
         )
-    found = logits_after(Decoder(small_model(), weights))
+    network = Decoder(small_model(), weights)
+    assert (network.fused is not None) == (way == "kernels")
+    found = logits_after(network)
     error = float((found - expected).norm() / expected.norm())
     assert error < ALLOWED[weights]
     assert weights == "float32" or error > 1e-6  # something was indeed rounded
 
 
 @pytest.mark.parametrize("weights", FORMATS)
-def test_a_batch_gives_what_each_prompt_gives_alone(weights: Any) -> None:
+def test_a_batch_gives_what_each_prompt_gives_alone(weights: Any, way: str) -> None:
     options = Options(max_dec_len=8, top_k=40, seed=2)
     network = Decoder(small_model(), weights)
     together = [one.ids for [one] in generate(network, PROMPTS, options, eos_id=None)]
     alone = [generate(network, [prompt], options, eos_id=None)[0][0].ids for prompt in PROMPTS]
     assert together == alone
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_token_has_the_same_logits_to_the_bit_however_it_is_computed(weights: Any) -> None:
+    """Alone or beside others, in a prompt or one at a time, whatever the number of threads."""
+    network = Decoder(small_model(), weights)
+    if network.fused is None:
+        pytest.skip("no kernels can be built here")
+    prompt = PROMPTS[1]
+    network.reserve(8, 64)
+    whole = network.read([prompt])
+    network.reserve(8, 64)
+    network.read([prompt[:1]])
+    for token in prompt[1:]:
+        single = network.advance([token])
+    assert torch.equal(single, whole)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        network.reserve(8, 64)
+        assert torch.equal(network.read([*PROMPTS, prompt])[[1, 4]], whole.expand(2, -1))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_network_of_another_kind_runs_through_torch_with_packed_products() -> None:
+    class OtherBlock(Block):
+        """The same computation, which only this class says it is."""
+
+    class Other(GPT):
+        block = OtherBlock
+
+    model = Other(SHAPE)
+    model.load_state_dict(small_model().state_dict())
+    network = Decoder(model, "float32")
+    assert network.fused is None
+    torch.testing.assert_close(
+        logits_after(network), logits_after(Decoder(small_model())), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "float16"])
@@ -89,6 +143,9 @@ def test_weights_beyond_half_precision_are_refused(value: float) -> None:
     weight[1, 2] = value
     with pytest.raises(UserError, match="does not fit into float16"):
         HalfLinear(weight, None)
+    if native.library("decode") is not None:
+        with pytest.raises(UserError, match="does not fit into float16"):
+            PackedMatrix("float16", weight)
 
 
 def test_half_without_fbgemm_is_plain_float16(monkeypatch: pytest.MonkeyPatch) -> None:
