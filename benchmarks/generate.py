@@ -15,7 +15,8 @@ bfloat16, and with torchao installed also torchao's int8.
 A step is one token for every sequence of the batch; its bound is the time to read the weights, the
 scales of whole numbers included, once at the best read bandwidth measured in the same run. The
 bound of a prompt of 512 tokens is the time of its matrix products at the rate of torch's own
-product of matrices of 2048 in the format the kernel multiplies in.
+product of matrices of 2048: those with weights in the format the kernel multiplies in, those of
+attention in float32.
 
     python benchmarks/generate.py [--formats float32 int4 ...] [--rounds 2] [--repeats 3]
                                   [--threads 2] [--batches 1 8]
@@ -73,6 +74,8 @@ def main() -> None:
                     found = child(who, weights, options)
                     if found is not None:
                         results.setdefault((who, weights), []).append(found)
+                        calls = {b: [round(s, 3) for s in c] for b, c in found["calls"].items()}
+                        say(f"  seconds of a call, by batch: {calls}")
                     loads.append(os.getloadavg()[0])
         rates = {kind: matrix_rate(kind, options.threads) for kind in ("f32", "bf16", "int8")}
     report(results, max(bandwidths), rates, loads, options)
@@ -225,9 +228,9 @@ def fourfold_calls(options: argparse.Namespace, who: str, weights: str) -> dict[
     result["prompt"] = statistics.median(timed(read, options.repeats))
     shape = model.shape
     layer = 4 * shape.hidden_size**2 + 2 * shape.hidden_size * shape.ffn_hidden_size
-    # The products with weights, and those of attention: of each token with half of the others.
-    attention = 2 * LONG_PROMPT * shape.hidden_size * shape.num_layers
-    result["operations"] = 2 * LONG_PROMPT * (shape.num_layers * layer + attention / 2)
+    result["operations"] = 2 * LONG_PROMPT * shape.num_layers * layer
+    # Each token with half of the others, keys and values.
+    result["attention"] = 2 * LONG_PROMPT**2 * shape.hidden_size * shape.num_layers
     return result
 
 
@@ -378,6 +381,7 @@ def report(
     for weights in options.formats:
         seconds = middle(weights, lambda run: run["prompt"])
         bound = middle(weights, lambda run: run["operations"]) / rates[multiplies_in(weights)]
+        bound += middle(weights, lambda run: run["attention"]) / rates["f32"]
         ready = middle(weights, lambda run: run["ready"])
         print(f"| {weights} | {1000 * seconds:.0f} ms | {bound / seconds:.0%} | {ready:.1f} s |")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,9 +46,11 @@ def choose(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> 
     rows, size = logits.shape
     threads, int64 = torch.get_num_threads(), ctypes.c_int64
     library.choose_scratch_bytes.restype = int64
-    scratch = torch.empty(
-        library.choose_scratch_bytes(int64(size), int64(min(threads, rows))), dtype=torch.uint8
-    )
+    needed = library.choose_scratch_bytes(int64(size), int64(min(threads, rows)))
+    scratch = getattr(_kept, "scratch", None)
+    if scratch is None or len(scratch) < needed:
+        # Kept, since fresh memory of this size costs more than the choice itself.
+        scratch = _kept.scratch = torch.empty(needed, dtype=torch.uint8)
     given = (_RuleStruct * rows)(*(_RuleStruct(*one, u) for one, u in zip(rules, uniforms)))
     chosen = (int64 * rows)()
     library.choose(
@@ -59,6 +62,9 @@ def choose(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> 
         int64(threads),
     )
     return list(chosen)
+
+
+_kept = threading.local()
 
 
 class _RuleStruct(ctypes.Structure):

@@ -120,6 +120,7 @@ static int64_t choose_row(const float *logits, int64_t size, Rule rule, float *e
   if (rule.temperature == 0.0) return first_at(logits, size, largest);
   vf top = v_set(largest), inverse = v_set((float)(1.0 / rule.temperature));
   double total = 0.0;
+  vf sums = v_zero(); /* of a few vectors, which float32 adds up well enough */
   for (int64_t i = 0; i < size; i += VL) {
     float tail[VL];
     const float *from = logits + i;
@@ -129,18 +130,21 @@ static int64_t choose_row(const float *logits, int64_t size, Rule rule, float *e
     }
     vf some_e = v_exp(v_mul(v_sub(v_load(from), top), inverse));
     v_store(e + i, some_e);
-    total += v_sum(some_e);
+    sums = v_add(sums, some_e);
+    if (i / VL % 16 == 15 || i + VL >= size) {
+      total += v_sum(sums);
+      sums = v_zero();
+    }
   }
   if (rule.top_k == 0 && rule.top_p >= 1.0) {
     double target = rule.uniform * total, reached = 0.0;
-    int64_t i = 0;
-    for (; i < size; i += VL) { /* whole vectors first, then the one the target is in */
+    int64_t i = 0, last = -1;
+    for (; i + VL <= size; i += VL) { /* whole vectors first, then the one the target is in */
       double next = reached + v_sum(v_load(e + i));
       if (next > target) break;
       reached = next;
     }
-    int64_t last = -1, start = i < size ? i : (size - 1) / VL * VL;
-    for (i = start; i < size && i < start + VL; i++) {
+    for (; i < size; i++) {
       if (e[i] > 0.0f) last = i;
       reached += e[i];
       if (reached > target && e[i] > 0.0f) return i;
