@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.generate.packed import FusedGPT, PackedLinear, is_known
+from fourfold.generate.sharing import Part
 from fourfold.generate.weights import Format, set_format
 from fourfold.model.gpt import GPT, Attend
 
@@ -168,6 +169,16 @@ class Decoder:
 
     def broadcast_choices(self, choices: list[float]) -> list[float]:
         return choices
+
+    # What a session uses where the network is fused (fourfold/generate/sharing.py)
+
+    def take_in(self, parts: Sequence[Part]) -> Tensor:
+        assert self.fused is not None
+        return self.fused.take_in(parts)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        assert self.fused is not None
+        self.fused.copy([(source, target)], length)
 
     def _run(
         self, tokens: Tensor, positions: Tensor, attends: Mapping[str, Attend], ends: Tensor

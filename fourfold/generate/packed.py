@@ -335,9 +335,6 @@ class FusedGPT:
         self.keys[:, targets, :, :blocks] = self.keys[:, sources, :, :blocks]
         self.values[:, targets, :, :width] = self.values[:, sources, :, :width]
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.copy([(source, target)], length)
-
     def take_in(self, parts: Sequence[Part]) -> Tensor:
         """Logits (sum of wanted, V)."""
         tokens, wanted = list[tuple[int, int, int]](), list[int]()

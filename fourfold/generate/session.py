@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.generate import sampling
-from fourfold.generate.decoder import SequenceModel
+from fourfold.generate.decoder import Decoder, SequenceModel
 from fourfold.generate.sampling import Options
 from fourfold.generate.sharing import CacheRows, Running, Turn, judge_draft
 
@@ -74,9 +74,9 @@ class Session:
         self._vocab_size = vocab_size
         self._prompt_tokens = prompt_tokens_at_once
         self._draft_tokens = draft_tokens
-        fused = getattr(network, "fused", None)
-        # With a cache whose rows can be used in any order; else rows are kept dense.
-        self._cache = None if fused is None else CacheRows(fused, slots)
+        self._cache: CacheRows | None = None  # where its rows can be used in any order
+        if isinstance(network, Decoder) and network.fused is not None:
+            self._cache = CacheRows(network, slots)
         self._names = count()
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in the order of the network's rows

@@ -149,14 +149,18 @@ def serving(
 
 
 def slow_down(service: Service, seconds: float) -> None:
+    """Every step takes longer, with the compiled kernels and without."""
     decoder = service.worker._module.decoder
-    advance = decoder.advance
 
-    def slowly(tokens: Any) -> Any:
-        time.sleep(seconds)
-        return advance(tokens)
+    def slowed(run: Any) -> Any:
+        def slowly(given: Any) -> Any:
+            time.sleep(seconds)
+            return run(given)
 
-    decoder.advance = slowly  # type: ignore[method-assign]
+        return slowly
+
+    for name in ("advance", "take_in"):
+        setattr(decoder, name, slowed(getattr(decoder, name)))
 
 
 def chunks(text: str) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def test_a_model_that_cannot_start_again_fails_every_request_at_once(
         served.until(lambda worker: worker.waiting == 1)
         decoder: Any = served.service.worker._module.decoder
         setattr(decoder, part, broken)
-        decoder.advance = broken
+        decoder.advance = decoder.take_in = broken
         events = chunks(streamed.result().text)
         assert events[-1]["error"]["message"] == "the model failed; see the log"
         reply = queued.result()
@@ -85,7 +85,7 @@ def test_a_request_that_arrives_while_the_model_fails_is_answered(config: Path) 
             askers = [threads.submit(ask) for _ in range(4)]
             wait_until(lambda: len(statuses) > 20)
             decoder: Any = worker._module.decoder
-            decoder.reserve = decoder.read = broken
+            decoder.reserve = decoder.read = decoder.take_in = broken
             for asker in askers:
                 asker.result(timeout=60)  # not the 300 seconds a request may take
         assert 500 in statuses and set(statuses) <= {200, 500, 503}
@@ -99,19 +99,22 @@ def test_the_command_ends_with_code_1_when_the_model_failed(config: Path) -> Non
         from fourfold.cli import main
         from fourfold.generate.decoder import Decoder
 
-        advance, steps = Decoder.advance, []
+        steps = []
 
         def fail(*_):
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-        def advance_twice(self, tokens):
-            steps.append(1)
-            if len(steps) > 2:
-                Decoder.read = fail
-                fail()
-            return advance(self, tokens)
+        def twice(run):
+            def step(self, given):
+                steps.append(1)
+                if len(steps) > 2:
+                    Decoder.read = fail
+                    fail()
+                return run(self, given)
 
-        Decoder.advance = advance_twice
+            return step
+
+        Decoder.advance, Decoder.take_in = twice(Decoder.advance), twice(Decoder.take_in)
         main(sys.argv[1:])
         """
     )
@@ -155,8 +158,9 @@ def test_a_model_that_hangs_is_told_of_and_not_waited_for(
     release = threading.Event()
     with serving(config, limits=Limits(request_seconds=0.3)) as served:
         decoder: Any = served.service.worker._module.decoder
-        read = decoder.read
+        read, take_in = decoder.read, decoder.take_in
         decoder.read = lambda prompts: release.wait(60) and read(prompts)
+        decoder.take_in = lambda parts: release.wait(60) and take_in(parts)
         try:
             reply = served.complete(prompt="a", max_tokens=1)
             assert reply.status_code == 504
