@@ -8,7 +8,10 @@
 
    All products go through one micro-kernel, TILE rows by WIDTH columns held in registers. Its right
    side is packed into panels of WIDTH columns; its left side is read in place, by rows or by
-   columns. Numbers are float32 inside, whatever q, k and v are. */
+   columns. Both consist of words of four bytes: a float32 or, where q, k and v are bfloat16 and the
+   processor multiplies that, two of these that follow each other along the sum (`pairs`). Sums,
+   scores and probabilities are float32, which a product with pairs then rounds; without such
+   instructions bfloat16 is widened as it is loaded. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -20,7 +23,17 @@
 #define TILE 6
 #endif
 #define WIDTH (2 * VL)
-#define BLOCK 48 /* whole tiles */
+#define BLOCK 48 /* whole tiles, and even */
+
+#if WIDE && defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+INLINE vf v_dot(vf a, vf b, vf sum) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+#else
+#define HAS_PAIRS 0
+INLINE vf v_dot(vf a, vf b, vf sum) { return v_fma(a, b, sum); } /* never called */
+#endif
 
 typedef struct {
   int64_t sequences, heads, positions, size; /* B, H, T, K */
@@ -37,9 +50,9 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- products ---------------------------------------------------------------------------------*/
 
-/* c (TILE x WIDTH) = or += a (TILE x depth) times a panel (depth x WIDTH). */
+/* c (TILE x WIDTH) = or += a (TILE x depth) times a panel (depth x WIDTH); depth counts words. */
 INLINE void tile(float *c, int64_t ldc, const float *a, int64_t row, int64_t column,
-                 const float *panel, int64_t depth, int add) {
+                 const float *panel, int64_t depth, int add, int pairs) {
   vf sums[TILE][2];
   UNROLL for (int i = 0; i < TILE; i++) {
     sums[i][0] = add ? v_load(c + i * ldc) : v_zero();
@@ -49,8 +62,8 @@ INLINE void tile(float *c, int64_t ldc, const float *a, int64_t row, int64_t col
     vf left = v_load(panel + d * WIDTH), right = v_load(panel + d * WIDTH + VL);
     UNROLL for (int i = 0; i < TILE; i++) {
       vf x = v_set(a[i * row + d * column]);
-      sums[i][0] = v_fma(x, left, sums[i][0]);
-      sums[i][1] = v_fma(x, right, sums[i][1]);
+      sums[i][0] = pairs ? v_dot(x, left, sums[i][0]) : v_fma(x, left, sums[i][0]);
+      sums[i][1] = pairs ? v_dot(x, right, sums[i][1]) : v_fma(x, right, sums[i][1]);
     }
   }
   UNROLL for (int i = 0; i < TILE; i++) {
@@ -59,39 +72,51 @@ INLINE void tile(float *c, int64_t ldc, const float *a, int64_t row, int64_t col
   }
 }
 
-/* c (rows x columns) = a (rows x depth) times panels, each `panel` floats after the one before.
+/* c (rows x columns) = a (rows x depth) times panels, each `panel` words after the one before.
    Rows are whole tiles and columns whole panels. */
 static void multiply(float *c, int64_t ldc, int64_t rows, int64_t columns, const float *a,
-                     int64_t lda, const float *panels, int64_t panel, int64_t depth) {
+                     int64_t lda, const float *panels, int64_t panel, int64_t depth, int pairs) {
   for (int64_t j = 0; j < columns; j += WIDTH)
-    for (int64_t i = 0; i < rows; i += TILE)
-      tile(c + i * ldc + j, ldc, a + i * lda, lda, 1, panels + j / WIDTH * panel, depth, 0);
+    for (int64_t i = 0; i < rows; i += TILE) {
+      const float *right = panels + j / WIDTH * panel;
+      if (pairs)
+        tile(c + i * ldc + j, ldc, a + i * lda, lda, 1, right, depth, 0, 1);
+      else
+        tile(c + i * ldc + j, ldc, a + i * lda, lda, 1, right, depth, 0, 0);
+    }
 }
 
 /* c (rows x columns) += the transpose of a (depth x rows) times panels. */
 static void multiply_transposed(float *c, int64_t ldc, int64_t rows, int64_t columns,
                                 const float *a, int64_t lda, const float *panels, int64_t panel,
-                                int64_t depth) {
+                                int64_t depth, int pairs) {
   for (int64_t j = 0; j < columns; j += WIDTH)
-    for (int64_t i = 0; i < rows; i += TILE)
-      tile(c + i * ldc + j, ldc, a + i, 1, lda, panels + j / WIDTH * panel, depth, 1);
+    for (int64_t i = 0; i < rows; i += TILE) {
+      const float *right = panels + j / WIDTH * panel;
+      if (pairs)
+        tile(c + i * ldc + j, ldc, a + i, 1, lda, right, depth, 1, 1);
+      else
+        tile(c + i * ldc + j, ldc, a + i, 1, lda, right, depth, 1, 0);
+    }
 }
 
 /* ---- rows in and out --------------------------------------------------------------------------*/
 
-/* `rows` rows of `size` numbers, each filled up with zeros to `width`, and zeros to `all` rows. */
+/* `rows` rows of `size` numbers, each filled up with zeros to `width` words, and zeros to `all`
+   rows; `pairs` stay as they are, other bfloat16 (`low`) is widened. */
 static void load_rows(float *to, int64_t width, int64_t all, const void *from, int64_t at,
-                      int64_t stride, int64_t rows, int64_t size, int low) {
+                      int64_t stride, int64_t rows, int64_t size, int low, int pairs) {
+  memset(to, 0, all * width * sizeof(float));
   for (int64_t t = 0; t < rows; t++) {
     float *row = to + t * width;
-    if (low) {
-      const uint16_t *x = (const uint16_t *)from + at + t * stride;
+    const uint16_t *x = (const uint16_t *)from + at + t * stride;
+    if (pairs)
+      memcpy(row, x, size * sizeof(uint16_t));
+    else if (low)
       for (int64_t d = 0; d < size; d++) row[d] = of_bf16(x[d]);
-    } else
+    else
       memcpy(row, (const float *)from + at + t * stride, size * sizeof(float));
-    for (int64_t d = size; d < width; d++) row[d] = 0;
   }
-  memset(to + rows * width, 0, (all - rows) * width * sizeof(float));
 }
 
 static void store_rows(void *to, int64_t at, int64_t stride, const float *from, int64_t width,
@@ -106,11 +131,21 @@ static void store_rows(void *to, int64_t at, int64_t stride, const float *from, 
   }
 }
 
-/* rows (n x width) into panels over their columns: [width / WIDTH][n][WIDTH]. */
-static void pack(float *panels, const float *rows, int64_t width, int64_t n) {
-  for (int64_t p = 0; p < width; p += WIDTH)
-    for (int64_t t = 0; t < n; t++)
-      memcpy(panels + p * n + t * WIDTH, rows + t * width + p, WIDTH * sizeof(float));
+/* rows (n x width words) into panels over their columns: [columns / WIDTH][n][WIDTH], with `pairs`
+   [columns / WIDTH][n / 2][WIDTH], two rows joined. */
+static void pack(float *panels, const float *rows, int64_t width, int64_t n, int pairs) {
+  if (!pairs) {
+    for (int64_t p = 0; p < width; p += WIDTH)
+      for (int64_t t = 0; t < n; t++)
+        memcpy(panels + p * n + t * WIDTH, rows + t * width + p, WIDTH * sizeof(float));
+    return;
+  }
+  for (int64_t p = 0; p < 2 * width; p += WIDTH)
+    for (int64_t t = 0; t < n; t += 2) {
+      const uint16_t *first = (const uint16_t *)(rows + t * width) + p, *second = first + 2 * width;
+      uint32_t *to = (uint32_t *)(panels + p * (n / 2) + t / 2 * WIDTH);
+      for (int64_t j = 0; j < WIDTH; j++) to[j] = first[j] | (uint32_t)second[j] << 16;
+    }
 }
 
 /* The transpose of rows (n x width) into panels: [n / WIDTH][width][WIDTH]. */
@@ -119,6 +154,19 @@ static void pack_transposed(float *panels, const float *rows, int64_t width, int
     for (int64_t j = 0; j < WIDTH; j++)
       for (int64_t d = 0; d < width; d++)
         panels[t * width + d * WIDTH + j] = rows[(t + j) * width + d];
+}
+
+/* A row of the table in half its memory. */
+static void narrow(float *row, int64_t first, int64_t last) {
+  uint16_t *to = (uint16_t *)row;
+  for (int64_t j = first; j < last; j++) to[j] = bf16_of(row[j]);
+}
+
+/* Two rows of the table as pairs, for products with its transpose. */
+static void join(float *pairs, const float *one, const float *other, int64_t first, int64_t last) {
+  uint32_t *to = (uint32_t *)pairs;
+  for (int64_t j = first; j < last; j++)
+    to[j] = bf16_of(one[j]) | (uint32_t)bf16_of(other[j]) << 16;
 }
 
 /* ---- rows of the table ------------------------------------------------------------------------*/
@@ -192,12 +240,13 @@ int attention_forward(const Shape *s, const void *q, const void *k, const void *
                       const int32_t *starts, void *out, float *sums) {
   int64_t T = s->positions, K = s->size, wide = up(K, WIDTH), keys = up(T, WIDTH);
   int64_t rows = up(T, BLOCK), (*strides)[3] = (int64_t (*)[3])s->strides;
-  int failed = 0;
+  int failed = 0, low = s->low, pairs = low && HAS_PAIRS, each = 1 + pairs; /* numbers of a word */
+  int64_t words = wide / each;
 #pragma omp parallel
   {
     float *own = floats((rows + 3 * keys) * wide + BLOCK * (keys + wide));
-    float *queries = own, *plain = queries + rows * wide, *keys_t = plain + keys * wide,
-          *values = keys_t + keys * wide, *table = values + keys * wide,
+    float *queries = own, *plain = queries + rows * words, *keys_t = plain + keys * words,
+          *values = keys_t + keys * words, *table = values + keys * words,
           *mixed = table + BLOCK * keys;
     if (!own) failed = 1;
 #pragma omp for schedule(dynamic)
@@ -206,30 +255,31 @@ int attention_forward(const Shape *s, const void *q, const void *k, const void *
       int64_t b = job / s->heads, h = job % s->heads, at[3];
       for (int i = 0; i < 3; i++) at[i] = b * strides[i][0] + h * strides[i][2];
       const int32_t *from = starts ? starts + b * T : NULL;
-      load_rows(queries, wide, rows, q, at[0], strides[0][1], T, K, s->low);
-      load_rows(plain, wide, keys, k, at[1], strides[1][1], T, K, s->low);
-      pack_transposed(keys_t, plain, wide, keys);
-      load_rows(plain, wide, keys, v, at[2], strides[2][1], T, K, s->low);
-      pack(values, plain, wide, keys);
+      load_rows(queries, words, rows, q, at[0], strides[0][1], T, K, low, pairs);
+      load_rows(plain, words, keys, k, at[1], strides[1][1], T, K, low, pairs);
+      pack_transposed(keys_t, plain, words, keys);
+      load_rows(plain, words, keys, v, at[2], strides[2][1], T, K, low, pairs);
+      pack(values, plain, words, keys, pairs);
       for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
         int64_t end = least(i0 + BLOCK, T);
         Span seen = span_of(from, i0, end);
-        multiply(table + seen.first, keys, BLOCK, seen.last - seen.first, queries + i0 * wide, wide,
-                 keys_t + seen.first * wide, WIDTH * wide, K);
+        multiply(table + seen.first, keys, BLOCK, seen.last - seen.first, queries + i0 * words,
+                 words, keys_t + seen.first * words, WIDTH * words, words, pairs);
         for (int64_t i = i0; i < i0 + BLOCK; i++) {
           float *row = table + (i - i0) * keys;
-          if (i >= T) {
+          if (i < T) {
+            int64_t start = from ? from[i] : 0;
+            sums[job * T + i] = normalize(row, seen.first, start, i + 1, seen.last, s->scale);
+            if (s->dropout > 0) drop(row, row, start, i + 1, row_key(s, b, h, i), s->dropout);
+          } else
             clear(row, seen.first, seen.last, 0, 0);
-            continue;
-          }
-          int64_t start = from ? from[i] : 0;
-          sums[job * T + i] = normalize(row, seen.first, start, i + 1, seen.last, s->scale);
-          if (s->dropout > 0) drop(row, row, start, i + 1, row_key(s, b, h, i), s->dropout);
+          if (pairs) narrow(row, seen.first, seen.last);
         }
-        multiply(mixed, wide, BLOCK, wide, table + seen.first, keys, values + seen.first * WIDTH,
-                 keys * WIDTH, seen.last - seen.first);
+        multiply(mixed, wide, BLOCK, wide, table + seen.first / each, keys,
+                 values + seen.first / each * WIDTH, keys / each * WIDTH,
+                 (seen.last - seen.first) / each, pairs);
         store_rows(out, ((b * T + i0) * s->heads + h) * K, s->heads * K, mixed, wide, end - i0, K,
-                   s->low);
+                   low);
       }
     }
     free(own);
@@ -244,16 +294,18 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
   int64_t T = s->positions, K = s->size, wide = up(K, WIDTH), keys = up(T, WIDTH);
   int64_t rows = up(T, BLOCK), (*strides)[3] = (int64_t (*)[3])s->strides;
   int64_t line = up(keys + TILE, VL); /* of the table, whose columns are also cut into tiles */
-  int failed = 0;
+  int failed = 0, low = s->low, pairs = low && HAS_PAIRS, each = 1 + pairs; /* numbers of a word */
+  int64_t words = wide / each;
 #pragma omp parallel
   {
-    int64_t tables = BLOCK * line, block = BLOCK * wide, tall = (keys + TILE) * wide;
-    float *own = floats(3 * rows * wide + 4 * keys * wide + 3 * tables + 2 * block + 2 * tall);
-    float *queries = own, *grads = queries + rows * wide, *outs = grads + rows * wide,
-          *plain = outs + rows * wide, *keys_t = plain + keys * wide,
-          *values_t = keys_t + keys * wide, *packed = values_t + keys * wide,
-          *p = packed + keys * wide, *dp = p + tables, *kept = dp + tables, *some = kept + tables,
-          *panel = some + block, *dkeys = panel + block, *dvalues = dkeys + tall;
+    int64_t table = BLOCK * line, block = BLOCK * wide, tall = (keys + TILE) * wide;
+    float *own = floats((2 * rows + 4 * keys) * words + 5 * table + 2 * block + 2 * tall + 2 * wide);
+    float *queries = own, *grads = queries + rows * words, *plain = grads + rows * words,
+          *keys_t = plain + keys * words, *values_t = keys_t + keys * words,
+          *packed = values_t + keys * words, *p = packed + keys * words, *dp = p + table,
+          *kept = dp + table, *joined = kept + table, *djoined = joined + table,
+          *some = djoined + table, *panel = some + block, *dkeys = panel + block,
+          *dvalues = dkeys + tall, *two = dvalues + tall;
     if (!own) failed = 1;
 #pragma omp for schedule(dynamic)
     for (int64_t job = 0; job < s->sequences * s->heads; job++) {
@@ -264,30 +316,33 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
       int64_t to = b * s->gradient_strides[0] + h * s->gradient_strides[2],
               step = s->gradient_strides[1];
       const int32_t *from = starts ? starts + b * T : NULL;
-      load_rows(queries, wide, rows, q, at[0], strides[0][1], T, K, s->low);
-      load_rows(plain, wide, keys, k, at[1], strides[1][1], T, K, s->low);
-      pack_transposed(keys_t, plain, wide, keys);
-      pack(packed, plain, wide, keys);
-      load_rows(plain, wide, keys, v, at[2], strides[2][1], T, K, s->low);
-      pack_transposed(values_t, plain, wide, keys);
-      load_rows(grads, wide, rows, grad, here, unit, T, K, s->low);
-      load_rows(outs, wide, rows, out, here, unit, T, K, s->low);
+      load_rows(queries, words, rows, q, at[0], strides[0][1], T, K, low, pairs);
+      load_rows(plain, words, keys, k, at[1], strides[1][1], T, K, low, pairs);
+      pack_transposed(keys_t, plain, words, keys);
+      pack(packed, plain, words, keys, pairs);
+      load_rows(plain, words, keys, v, at[2], strides[2][1], T, K, low, pairs);
+      pack_transposed(values_t, plain, words, keys);
+      load_rows(grads, words, rows, grad, here, unit, T, K, low, pairs);
       memset(dkeys, 0, 2 * tall * sizeof(float));
       for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
         int64_t end = least(i0 + BLOCK, T);
         Span seen = span_of(from, i0, end);
         int64_t first = seen.first, width = seen.last - first, tiled = up(width, TILE);
-        multiply(p + first, line, BLOCK, width, queries + i0 * wide, wide, keys_t + first * wide,
-                 WIDTH * wide, K);
-        multiply(dp + first, line, BLOCK, width, grads + i0 * wide, wide, values_t + first * wide,
-                 WIDTH * wide, K);
+        multiply(p + first, line, BLOCK, width, queries + i0 * words, words,
+                 keys_t + first * words, WIDTH * words, words, pairs);
+        multiply(dp + first, line, BLOCK, width, grads + i0 * words, words,
+                 values_t + first * words, WIDTH * words, words, pairs);
         for (int64_t i = i0; i < i0 + BLOCK; i++) {
           float *own_p = p + (i - i0) * line, *own_dp = dp + (i - i0) * line,
                 *own_kept = kept + (i - i0) * line;
           int64_t start = from && i < T ? from[i] : 0, stop = i < T ? i + 1 : 0;
           vf level = v_set(i < T ? sums[job * T + i] : 0), by = v_set(s->scale), dots = v_zero();
-          for (int64_t d = 0; d < wide; d += VL)
-            dots = v_fma(v_load(grads + i * wide + d), v_load(outs + i * wide + d), dots);
+          if (i < T) {
+            load_rows(two, wide, 1, grad, here + i * unit, 0, 1, K, low, 0);
+            load_rows(two + wide, wide, 1, out, here + i * unit, 0, 1, K, low, 0);
+            for (int64_t d = 0; d < wide; d += VL)
+              dots = v_fma(v_load(two + d), v_load(two + wide + d), dots);
+          }
           vf delta = v_set(v_sum(dots));
           uint32_t key = s->dropout > 0 ? row_key(s, b, h, i) : 0;
           if (s->dropout > 0) drop(own_dp, own_dp, start, stop, key, s->dropout);
@@ -300,18 +355,29 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
           clear(own_dp, first, start, stop, first + tiled);
           if (s->dropout > 0) drop(own_kept, own_p, first, first + tiled, key, s->dropout);
         }
-        multiply(some, wide, BLOCK, wide, dp + first, line, packed + first * WIDTH, keys * WIDTH,
-                 width);
-        store_rows(dq, to + i0 * step, step, some, wide, end - i0, K, s->low);
-        pack(panel, grads + i0 * wide, wide, BLOCK);
-        multiply_transposed(dvalues + first * wide, wide, tiled, wide,
-                            (s->dropout > 0 ? kept : p) + first, line, panel, BLOCK * WIDTH, BLOCK);
-        pack(panel, queries + i0 * wide, wide, BLOCK);
-        multiply_transposed(dkeys + first * wide, wide, tiled, wide, dp + first, line, panel,
-                            BLOCK * WIDTH, BLOCK);
+        const float *weights = s->dropout > 0 ? kept : p, *scores = dp;
+        if (pairs) {
+          for (int64_t i = 0; i < BLOCK; i += 2) {
+            int64_t row = i * line, half = i / 2 * line;
+            join(joined + half, weights + row, weights + row + line, first, first + tiled);
+            join(djoined + half, dp + row, dp + row + line, first, first + tiled);
+            narrow(dp + row, first, first + tiled);
+            narrow(dp + row + line, first, first + tiled);
+          }
+          weights = joined, scores = djoined;
+        }
+        multiply(some, wide, BLOCK, wide, dp + first / each, line, packed + first / each * WIDTH,
+                 keys / each * WIDTH, width / each, pairs);
+        store_rows(dq, to + i0 * step, step, some, wide, end - i0, K, low);
+        pack(panel, grads + i0 * words, words, BLOCK, pairs);
+        multiply_transposed(dvalues + first * wide, wide, tiled, wide, weights + first, line, panel,
+                            BLOCK / each * WIDTH, BLOCK / each, pairs);
+        pack(panel, queries + i0 * words, words, BLOCK, pairs);
+        multiply_transposed(dkeys + first * wide, wide, tiled, wide, scores + first, line, panel,
+                            BLOCK / each * WIDTH, BLOCK / each, pairs);
       }
-      store_rows(dk, to, step, dkeys, wide, T, K, s->low);
-      store_rows(dv, to, step, dvalues, wide, T, K, s->low);
+      store_rows(dk, to, step, dkeys, wide, T, K, low);
+      store_rows(dv, to, step, dvalues, wide, T, K, low);
     }
     free(own);
   }

@@ -110,7 +110,8 @@ class Runner:
 
     def _run_micro_batches(self, batch: Batch, scale: float | Tensor, seeds: list[int]) -> Tensor:
         model, total = self.parts[0], torch.zeros((), device=self.device)
-        for micro, (tokens, arguments) in enumerate(self._micro_batches(batch)):
+        given = self._micro_batches(batch, self.micro_batch_size)
+        for micro, (tokens, arguments) in enumerate(given):
             if self.sharding is not None:
                 self.sharding.before_backward(model, is_last=micro == len(seeds) - 1)
             loss = model(tokens, **arguments, loss_scale=scale, dropout_seed=seeds[micro])
@@ -195,9 +196,14 @@ class Runner:
         for part in self.parts:
             part.eval()
         scale = torch.full((), 1.0 / max(batch.global_valid_tokens, 1.0), device=self.device)
+        # Without gradients one layer's activations are held at a time: as much as all layers' of a
+        # micro-batch, for a batch as many times larger. Stages agreed on a size of messages.
+        size = self.micro_batch_size
+        if self.pipeline is None:
+            size *= len(self.parts[0].layers)
         micro_batches = [
             (tokens, arguments | {"loss_scale": scale})
-            for tokens, arguments in self._micro_batches(batch)
+            for tokens, arguments in self._micro_batches(batch, size)
         ]
         if self.pipeline is not None:
             losses = self.pipeline.forward(micro_batches)
@@ -227,9 +233,8 @@ class Runner:
         moved = {k: field.to(self.device, non_blocking=True) for k, field in arguments.items()}
         return batch.tokens.to(self.device, non_blocking=True), moved
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Arguments]]:
+    def _micro_batches(self, batch: Batch, size: int) -> Iterator[tuple[Tensor, Arguments]]:
         tokens, arguments = self._arguments(batch)
-        size = self.micro_batch_size
         for start in range(0, tokens.shape[0], size):
             rows = slice(start, start + size)
             yield tokens[rows], {key: field[rows] for key, field in arguments.items()}
