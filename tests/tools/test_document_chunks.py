@@ -56,10 +56,12 @@ def read_chunks(file: InputFile, rule: TextRule, size: int, readers: int = 1) ->
 def read_stretches(file: InputFile, rule: TextRule, size: int) -> list[object]:
     found: list[object] = []
     lines, reader = 0, ChunkReader(rule)
-    for chunk, stretch in text_stretches(file, rule, size, lambda chunk: True):
-        assert stretch is not None and not reader.ended
-        found += [place(lines, each) for each in reader.documents(file, chunk, size, stretch)]
-        lines += reader.num_lines
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fourfold.tools.prepare.documents._BLOCK_BYTES", 3)
+        for chunk, stretch in text_stretches(file, rule, size, lambda chunk: True):
+            assert stretch is not None and not reader.ended
+            found += [place(lines, each) for each in reader.documents(file, chunk, size, stretch)]
+            lines += reader.num_lines
     return found
 
 

@@ -128,7 +128,8 @@ def _needed(
 ) -> int:
     """How much of the text, of which more is read, goes up to an end at or after byte `last`."""
     while (found := end_of.search(held, last)) is None and len(held) < most:
-        if not _extend(held, text, min(2 * len(held) - last + _BLOCK_BYTES, most)):
+        more = max(len(held) - last, _BLOCK_BYTES)  # twice as much each time
+        if not _extend(held, text, min(len(held) + more, most)):
             break
     return min(most, len(held) if found is None else found.end())
 
