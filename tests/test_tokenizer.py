@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -125,6 +126,19 @@ def test_end_of_text_in_a_document_is_plain_text(
     assert tokenizer.eos_id not in ids
     assert ids == reference.encode(text).ids
     assert tokenizer.decode([*ids, tokenizer.eos_id]) == text + END_OF_TEXT
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_another_process_gets_the_same_tokenizer(tokenizer: Tokenizer, is_plain: bool) -> None:
+    if not is_plain:
+        file = TokenizerFile.from_str(tokenizer.to_json())
+        file.normalizer = normalizers.Lowercase()
+        tokenizer = Tokenizer(file)
+    text = f"It's A\x00B {END_OF_TEXT} \x01"
+    there = copy.deepcopy(tokenizer)  # through the state that a worker is sent
+    assert there.encode(text) == tokenizer.encode(text)
+    assert there.to_json() == tokenizer.to_json()
+    assert (there.identity, there.eos_id) == (tokenizer.identity, tokenizer.eos_id)
 
 
 def test_lone_surrogates_become_replacement_characters(tokenizer: Tokenizer) -> None:
