@@ -82,7 +82,7 @@ class Acceptance:
     ) -> AcceptanceReport:
         report = AcceptanceReport(self._machine(), self._options(names))
         for name in names:
-            section = ReportSection(name, ABOUT[name])
+            section = ReportSection(name, self._about(name))
             started = time.monotonic()
             for check in getattr(self, name)():
                 section.checks.append(check)
@@ -93,6 +93,15 @@ class Acceptance:
         report.sections.append(left_out)
         tell(left_out)
         return report
+
+    def _about(self, name: str) -> str:
+        if name != "equivalence":
+            return ABOUT[name]
+        (scalars, tensors), (low_scalars, low_tensors) = BOUNDS[self.kind], LOW_BOUNDS
+        return (
+            f"{ABOUT[name]} Bounds: {scalars:g} of losses and norms, {tensors:g} of tensors; "
+            f"{low_scalars:g} and {low_tensors:g} in bfloat16."
+        )
 
     def _machine(self) -> dict[str, Any]:
         facts: dict[str, Any] = self.ground.ask(1, _devices)[0]
@@ -362,7 +371,7 @@ class Acceptance:
             )
         larger = [layout.name for layout in LAYOUTS if layout.world > self.world]
         if larger:
-            yield Check("layouts of more processes", "not shown", ", ".join(larger))
+            yield Check("layouts of more processes", "not shown", "; ".join(larger))
         skipped = [section for section in SECTIONS if section not in names]
         if skipped:
             yield Check("sections", "not shown", ", ".join(skipped))
@@ -412,6 +421,9 @@ def _devices() -> dict[str, Any]:
     return {
         "device": ", ".join(dict.fromkeys(one.name for one in properties)),
         "gpus": count,
+        "compute_capability": ", ".join(
+            dict.fromkeys(f"{one.major}.{one.minor}" for one in properties)
+        ),
         "device_memory_gib": round(min(one.total_memory for one in properties) / 2**30, 1),
         "cuda": torch.version.cuda,
         "nccl": nccl,

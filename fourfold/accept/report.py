@@ -149,7 +149,8 @@ def _described(facts: dict[str, Any]) -> str:
 def _section(section: ReportSection) -> Iterator[str]:
     columns = section.columns
     detailed = any(check.detail for check in section.checks)
-    yield f"<h2>{html.escape(section.title)}</h2>\n<p>{html.escape(section.about)}</p>\n"
+    took = f" ({section.seconds:.0f} s)" if section.seconds else ""
+    yield f"<h2>{html.escape(section.title)}{took}</h2>\n<p>{html.escape(section.about)}</p>\n"
     heads = [_cell("th", name, "figure") for name in columns]
     rows = "".join(_row(check, columns, detailed) for check in section.checks)
     yield (

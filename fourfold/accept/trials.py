@@ -210,7 +210,7 @@ def _text(value: object) -> str:
 
 def without_paths(said: str) -> str:
     """The last sentences, with nothing in them that tells where they were written."""
-    lines = [line for line in PATHS.sub("<path>", said).splitlines() if line.strip()]
+    lines = [line.strip() for line in PATHS.sub("<path>", said).splitlines() if line.strip()]
     return " / ".join(lines[-3:])[-400:]
 
 
