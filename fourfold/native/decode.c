@@ -8,7 +8,7 @@
    Letters: R rows, D hidden, H heads, K head size, T positions. */
 #include <math.h>
 #include <omp.h>
-#include <stdlib.h>
+#include <sched.h>
 
 #include "matrix.h"
 
@@ -206,12 +206,39 @@ static void attend(int count, const Network *net, const Layer *layer, const Row 
 
 /* -- products, by all threads of a team ---------------------------------------------------------- */
 
+typedef struct {
+  int64_t me, threads;
+  int32_t *arrived, *phase; /* of the team */
+} Team;
+
+/* Wait for all threads. Steps are so short that it pays to look again and again, for a while; where
+   other programs, or the threads of a server, need the processor, it is left to them: one of ours
+   may be waiting for it. OpenMP's own barrier keeps it for milliseconds. */
+static void meet(Team team) {
+  int32_t phase = __atomic_load_n(team.phase, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(team.arrived, 1, __ATOMIC_ACQ_REL) == team.threads) {
+    __atomic_store_n(team.arrived, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(team.phase, phase + 1, __ATOMIC_RELEASE);
+    return;
+  }
+  for (int looks = 0; __atomic_load_n(team.phase, __ATOMIC_ACQUIRE) == phase; looks++) {
+    if (looks < 2000)
+      _mm_pause();
+    else
+      sched_yield();
+  }
+}
+
+#define MY_ROWS(team, count)                                 \
+  for (int64_t r = (count) * (team).me / (team).threads,     \
+               last = (count) * ((team).me + 1) / (team).threads; \
+       r < last; r++)
+
 /* The panels of this thread: an equal share, in whole blocks. */
-INLINE void share(int64_t panels, int64_t *first, int64_t *stop) {
-  int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+INLINE void share(Team team, int64_t panels, int64_t *first, int64_t *stop) {
   int64_t blocks = (panels + BLOCK - 1) / BLOCK;
-  *first = blocks * me / threads * BLOCK;
-  *stop = blocks * (me + 1) / threads * BLOCK;
+  *first = blocks * team.me / team.threads * BLOCK;
+  *stop = blocks * (team.me + 1) / team.threads * BLOCK;
   if (*stop > panels) *stop = panels;
 }
 
@@ -223,38 +250,29 @@ typedef struct {
 
 #define FEW 4 /* rows that every thread prepares for itself, which costs less than to wait */
 
-/* `x` times the matrix. Waits until all rows of x are there before, and not for the result. */
-static void product(const Matrix *m, const float *x, int64_t x_stride, int64_t width, int64_t rows,
-                    Prepared to, Result y) {
+/* `x` times the matrix. All rows of x must be there; it does not wait for the whole result. */
+static void product(Team team, const Matrix *m, const float *x, int64_t x_stride, int64_t width,
+                    int64_t rows, Prepared to, Result y) {
   Rows given = {x, 4 * x_stride, 0};
   if (row_bytes(m->kind, 1) != 4 || width != m->inputs) {
     int64_t size = row_bytes(m->kind, m->inputs);
-    if (to.alone) {
-      for (int64_t r = 0; r < rows; r++)
-        prepare_row(m->kind, x + r * x_stride, width, m->inputs, to.data + r * size, to.scales + r);
-    } else {
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < rows; r++)
-        prepare_row(m->kind, x + r * x_stride, width, m->inputs, to.data + r * size, to.scales + r);
-    }
+    Team mine = to.alone ? (Team){0, 1, 0, 0} : team;
+    MY_ROWS(mine, rows)
+    prepare_row(m->kind, x + r * x_stride, width, m->inputs, to.data + r * size, to.scales + r);
+    if (!to.alone) meet(team);
     given = (Rows){to.data, size, to.scales};
   }
   int64_t first, stop;
-  share(panels_of(m->outputs), &first, &stop);
+  share(team, panels_of(m->outputs), &first, &stop);
   multiply(m, first, stop, given, rows, y);
 }
 
-INLINE void normalize_all(const Network *net, const float *x, int64_t rows, const float *weight,
-                          const float *bias, float *to) {
+static void normalize_all(Team team, const Network *net, const float *x, int64_t rows,
+                          const float *weight, const float *bias, float *to) {
   const int64_t D = net->hidden;
-  if (rows <= FEW) {
-    for (int64_t r = 0; r < rows; r++)
-      normalize(x + r * D, D, weight, bias, net->epsilon, to + r * D);
-  } else {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-      normalize(x + r * D, D, weight, bias, net->epsilon, to + r * D);
-  }
+  Team mine = rows <= FEW ? (Team){0, 1, 0, 0} : team;
+  MY_ROWS(mine, rows) normalize(x + r * D, D, weight, bias, net->epsilon, to + r * D);
+  if (rows > FEW) meet(team);
 }
 
 /* -- the network --------------------------------------------------------------------------------- */
@@ -303,41 +321,44 @@ void forward(const Network *net, const Row *rows, int64_t count, const int32_t *
   }
   starts[tiles] = (int32_t)count;
   const int few = count <= FEW;
+  int32_t meeting[2] = {0, 0};
 #pragma omp parallel num_threads(threads)
   {
-    int64_t me = few ? omp_get_thread_num() : 0, team = few ? threads : 1;
-    float *unit = (float *)(part[1] + me * (sizes[1] / team));
-    Prepared prepared = {part[5] + me * (sizes[5] / team), (float *)(part[6] + me * (sizes[6] / team)), few};
-    float *scores = (float *)(part[7] + omp_get_thread_num() * (sizes[7] / threads));
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < count; r++) embed(net, rows[r], x + r * D);
+    /* There may be fewer threads than were asked for. */
+    Team team = {omp_get_thread_num(), omp_get_num_threads(), meeting, meeting + 1};
+    int64_t mine = few ? team.me : 0, parts = few ? threads : 1;
+    float *unit = (float *)(part[1] + mine * (sizes[1] / parts));
+    float *scales = (float *)(part[6] + mine * (sizes[6] / parts));
+    Prepared prepared = {part[5] + mine * (sizes[5] / parts), scales, few};
+    float *scores = (float *)(part[7] + team.me * (sizes[7] / threads));
+    MY_ROWS(team, count) embed(net, rows[r], x + r * D);
+    meet(team);
     for (int64_t l = 0; l < net->layers; l++) {
       const Layer *layer = net->layer + l;
-      normalize_all(net, x, count, layer->norm1_weight, layer->norm1_bias, unit);
-      product(&layer->qkv, unit, D, D, count, prepared, (Result){qkv, 3 * D, 3 * D, PLAIN});
-#pragma omp barrier
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < count; r++) store_keys_values(net, layer, rows[r], qkv + r * 3 * D);
-#pragma omp for schedule(static, 1) collapse(2)
-      for (int64_t t = 0; t < tiles; t++)
-        for (int64_t h = 0; h < net->heads; h++) {
-          int64_t r = starts[t];
-          attend(starts[t + 1] - starts[t], net, layer, rows + r, h, qkv + r * 3 * D, 3 * D,
-                 mixed + r * D, D, scores);
-        }
-      product(&layer->out, mixed, D, D, count, prepared, (Result){x, D, D, ADD});
-#pragma omp barrier
-      normalize_all(net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
-      product(&layer->up, unit, D, D, count, prepared, (Result){inner, F, F, GELU});
-#pragma omp barrier
-      product(&layer->down, inner, F, F, count, prepared, (Result){x, D, D, ADD});
-#pragma omp barrier
+      normalize_all(team, net, x, count, layer->norm1_weight, layer->norm1_bias, unit);
+      product(team, &layer->qkv, unit, D, D, count, prepared, (Result){qkv, 3 * D, 3 * D, PLAIN});
+      meet(team);
+      MY_ROWS(team, count) store_keys_values(net, layer, rows[r], qkv + r * 3 * D);
+      meet(team);
+      for (int64_t unit_of = team.me; unit_of < tiles * net->heads; unit_of += team.threads) {
+        int64_t t = unit_of / net->heads, r = starts[t];
+        attend(starts[t + 1] - starts[t], net, layer, rows + r, unit_of % net->heads,
+               qkv + r * 3 * D, 3 * D, mixed + r * D, D, scores);
+      }
+      meet(team);
+      product(team, &layer->out, mixed, D, D, count, prepared, (Result){x, D, D, ADD});
+      meet(team);
+      normalize_all(team, net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
+      product(team, &layer->up, unit, D, D, count, prepared, (Result){inner, F, F, GELU});
+      meet(team);
+      product(team, &layer->down, inner, F, F, count, prepared, (Result){x, D, D, ADD});
+      meet(team);
     }
-#pragma omp for schedule(static)
-    for (int64_t w = 0; w < wanted; w++)
-      normalize(x + (int64_t)wants[w] * D, D, net->norm_weight, net->norm_bias, net->epsilon,
-                mixed + w * D);
-    product(net->head, mixed, D, D, wanted, prepared,
+    MY_ROWS(team, wanted)
+    normalize(x + (int64_t)wants[r] * D, D, net->norm_weight, net->norm_bias, net->epsilon,
+              mixed + r * D);
+    meet(team);
+    product(team, net->head, mixed, D, D, wanted, prepared,
             (Result){logits, net->vocabulary, net->vocabulary, PLAIN});
   }
 }
@@ -356,11 +377,12 @@ void linear(const Matrix *m, const float *x, int64_t width, int64_t rows, float 
   int64_t size = row_bytes(m->kind, m->inputs);
 #pragma omp parallel num_threads(threads)
   {
+    Team team = {omp_get_thread_num(), omp_get_num_threads(), 0, 0};
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++)
       prepare_row(m->kind, x + r * width, width, m->inputs, data + r * size, scales + r);
     int64_t first, stop;
-    share(panels_of(m->outputs), &first, &stop);
+    share(team, panels_of(m->outputs), &first, &stop);
     multiply(m, first, stop, (Rows){data, size, scales}, rows,
              (Result){y, m->outputs, m->outputs, PLAIN});
   }
