@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.networks import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold import native
-from fourfold.generate import packed
+from fourfold.generate import Decoder, packed
 from fourfold.generate.packed import KINDS, PackedMatrix
+from fourfold.model import GPT, ModelShape, initialize
 
 pytestmark = pytest.mark.skipif(
     native.why_not("decode") is not None, reason="no kernels can be built here"
@@ -90,6 +92,49 @@ def test_zeros_stay_zeros_and_nan_stays_nan(build: str, kind: Any) -> None:
     x[2, 5] = float("nan")
     assert matrix.linear(x)[2].isnan().all()
     assert torch.equal(matrix.linear(x)[:2], y[:2])
+
+
+# On weights far wilder than a trained model's.
+NETWORK = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2, "int8": 8e-2, "int4": 0.7}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_network_is_the_models(build: str, kind: Any) -> None:
+    model, tokens = small_model(), [7, 3, 150, 9, 9, 21, 4, 88, 61, 17, 2, 30, 5, 6, 7, 8, 1, 40]
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens]))[0, -1:]
+    network = Decoder(small_model(), kind)
+    assert network.fused is not None
+    network.reserve(2, 32)
+    read = network.read([tokens])
+    assert relative(read, expected) < NETWORK[kind]
+    network.reserve(2, 32)
+    network.read([tokens[:5]])
+    for token in tokens[5:]:
+        written = network.advance([token])
+    assert torch.equal(written, read)
+
+
+@pytest.mark.parametrize("heads, hidden, ffn", [(1, 20, 33), (3, 51, 70), (2, 130, 64), (5, 5, 1)])
+def test_networks_of_odd_sizes(build: str, heads: int, hidden: int, ffn: int) -> None:
+    shape = ModelShape(
+        vocab_size=37,
+        hidden_size=hidden,
+        num_layers=2,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+    )
+    models = [GPT(shape), GPT(shape)]
+    for model in models:
+        initialize(model, seed=1)
+    tokens = [(7 * place) % 37 for place in range(35)]
+    with torch.no_grad():
+        expected = models[0].eval()(torch.tensor([tokens]))[0, -1:]
+    network = Decoder(models[1])
+    network.reserve(1, 40)
+    assert relative(network.read([tokens]), expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
