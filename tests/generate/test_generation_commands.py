@@ -59,6 +59,21 @@ def test_the_command_prints_what_the_document_shows(run: TextRun) -> None:
     assert default.startswith("Prompt: Hi, GPT2. Tell me who Jack Ma is.\nGeneration: Hi, GPT2.")
 
 
+def test_without_compiled_kernels_the_text_is_the_same_and_a_line_says_why(run: TextRun) -> None:
+    with_kernels = fourfold("generate", "-c", run.config, "--prompt", "the cat")
+    command_line_words = command(run, "--prompt", "the cat", "-o", "Inference.draft_tokens=3")
+    plain = subprocess.run(
+        command_line_words,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FOURFOLD_NATIVE": "0"},
+    )
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout == with_kernels.stdout
+    assert "without compiled kernels: FOURFOLD_NATIVE is set to 0" in plain.stderr
+    assert "Inference.draft_tokens=3 has no effect" in plain.stderr
+
+
 def test_prompts_from_files(run: TextRun, tmp_path: Path) -> None:
     module = GenerationModule(run.load(), lambda _: None)
     text, lines = tmp_path / "prompt.txt", tmp_path / "prompts.jsonl"
