@@ -1,14 +1,18 @@
 """Training speed and memory: Fourfold, `transformers` and the machine's own matrix products.
 
-One run, one model (GPT-2 124M: 12 layers, 768 wide, 12 heads, vocabulary 50304), one batch
-(4 x 512 tokens), AdamW with clipping to 1.0, no dropout. Fourfold is run as a user runs it, by
-`fourfold train`; `transformers` GPT-2 in each variant worth trying (fp32 and bf16 autocast,
+One run, one model (by default GPT-2 124M: 12 layers, 768 wide, 12 heads, vocabulary 50304), one
+batch (4 x 512 tokens), AdamW with clipping to 1.0, no dropout. Fourfold is run as a user runs it,
+by `fourfold train`; `transformers` GPT-2 in each variant worth trying (fp32 and bf16 autocast,
 compiled and not, fused AdamW). Each variant is a process of its own, so its peak memory is its
 own; rounds alternate between the variants and medians are taken, since machines are noisy. The
-matrix-product bound is the time of the model's products alone, at its shapes, in the faster of
-fp32 and bf16.
+matrix-product bound is the time of the model's products alone, at its shapes, in the same number
+format as the variant's.
 
-    python benchmarks/train_step.py [--rounds 2] [--steps 3] [--threads 2] [--dtypes float32]
+    python benchmarks/train_step.py [--size 124M] [--rounds 2] [--steps 3] [--threads 2]
+        [--dtypes float32] [--avx2] [--static] [--dropout 0.1]
+
+`--avx2` keeps both sides to AVX2, as on processors that have no more; `--static` adds Fourfold with
+compiled layers; `--baseline DIR` adds Fourfold as it is in another checkout.
 """
 
 from __future__ import annotations
@@ -23,12 +27,34 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-LAYERS, HIDDEN, HEADS, VOCAB, BATCH, SEQ = 12, 768, 12, 50304, 4, 512
-TOKENS = BATCH * SEQ
 
-CONFIG = f"""
+class Size(NamedTuple):
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    batch: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+SIZES = {
+    "quickstart": Size(4, 256, 4, 4096, 16, 256),
+    "124M": Size(12, 768, 12, 50304, 4, 512),
+    "345M": Size(24, 1024, 16, 50304, 4, 512),
+}
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+
+CONFIG = """
 Global: {{device: cpu, seed: 1}}
 Engine:
   logging_freq: 1
@@ -37,16 +63,17 @@ Engine:
   save_load: {{save_steps: 0}}
 Data:
   batch_size:
-    {{global_batch_size: {BATCH}, local_batch_size: {BATCH}, micro_batch_size: {BATCH}}}
-  dataset: {{max_seq_len: {SEQ}, split: '1,0,0', eod_mask_loss: False}}
+    global_batch_size: {size.batch}
+    micro_batch_size: {size.batch}
+  dataset: {{max_seq_len: {size.seq}, split: '1,0,0', eod_mask_loss: False}}
 Model:
-  vocab_size: {VOCAB}
-  hidden_size: {HIDDEN}
-  num_layers: {LAYERS}
-  num_attention_heads: {HEADS}
+  vocab_size: {size.vocab}
+  hidden_size: {size.hidden}
+  num_layers: {size.layers}
+  num_attention_heads: {size.heads}
   max_position_embeddings: 1024
   hidden_dropout_prob: 0.0
-  attention_probs_dropout_prob: 0.0
+  attention_probs_dropout_prob: {dropout}
   use_recompute: False
 Optimizer:
   weight_decay: 0.1
@@ -54,29 +81,43 @@ Optimizer:
   lr: {{decay_steps: 1000, max_lr: 1.0e-4, min_lr: 1.0e-5}}
 """
 
+# Who, number format, whether compiled.
+Variant = tuple[str, str, bool]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="124M")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dropout", type=float, default=0.0, help="of attention")
+    parser.add_argument("--avx2", action="store_true", help="instructions up to AVX2 on all sides")
+    parser.add_argument("--static", action="store_true", help="Fourfold with compiled layers too")
+    parser.add_argument("--baseline", help="a checkout of Fourfold to measure beside this one")
     parser.add_argument("--skip-compiled", action="store_true", help="leave out torch.compile")
     parser.add_argument("--child", choices=["transformers", "bound"], help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if options.avx2:
+        os.environ.update(AVX2)
     if options.child:
         work = {"transformers": transformers_steps, "bound": bound}[options.child]
         print("RESULT " + json.dumps(work(options)))
         return
 
     dtypes = options.dtypes
-    variants = [(who, dtype, False) for who in ("fourfold", "transformers") for dtype in dtypes]
-    if not options.skip_compiled:
-        variants += [("transformers", dtype, True) for dtype in dtypes]
-    results: dict[tuple[str, str, bool], list[dict[str, Any]]] = {v: [] for v in variants}
+    variants: list[Variant] = [("fourfold", dtype, False) for dtype in dtypes]
+    if options.static:
+        variants += [("fourfold", dtype, True) for dtype in dtypes]
+    if options.baseline:
+        variants += [("fourfold before", dtype, False) for dtype in dtypes]
+    for compiled in (False,) if options.skip_compiled else (False, True):
+        variants += [("transformers", dtype, compiled) for dtype in dtypes]
+    results: dict[Variant, list[dict[str, Any]]] = {v: [] for v in variants}
     bounds: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
     for round_number in range(options.rounds):
         for variant in variants:
@@ -92,44 +133,50 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def title(variant: tuple[str, str, bool]) -> str:
+def title(variant: Variant) -> str:
     who, dtype, compiled = variant
     return f"{who}, {dtype}" + (", compiled" if compiled else "")
 
 
-def measure(variant: tuple[str, str, bool], options: argparse.Namespace) -> dict[str, Any]:
+def measure(variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
     who, dtype, compiled = variant
-    if who == "fourfold":
-        return fourfold_steps(dtype, options)
-    return child(options, "transformers", dtype, compiled)
+    if who == "transformers":
+        return child(options, "transformers", dtype, compiled)
+    return fourfold_steps(dtype, compiled, options.baseline if "before" in who else None, options)
 
 
 def child(options: argparse.Namespace, what: str, dtype: str, compiled: bool) -> dict[str, Any]:
     """Run this file again as a process of its own and read its result."""
-    command = [sys.executable, __file__, "--child", what, "--dtype", dtype]
+    command = [sys.executable, __file__, "--child", what, "--dtype", dtype, "--size", options.size]
     command += ["--steps", str(options.steps), "--threads", str(options.threads)]
+    command += ["--dropout", str(options.dropout)]
     command += ["--compiled"] if compiled else []
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.rsplit("RESULT ", 1)[1])
 
 
-def fourfold_steps(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+def fourfold_steps(
+    dtype: str, compiled: bool, checkout: str | None, options: argparse.Namespace
+) -> dict[str, Any]:
     """`fourfold train` on random tokens; times and memory are those of its own metrics."""
+    size = SIZES[options.size]
     with tempfile.TemporaryDirectory() as directory:
         config, data = Path(directory, "config.yaml"), Path(directory, "data")
         data.mkdir()
-        config.write_text(CONFIG)
-        write_random_tokens(data / "random", (options.steps + 2) * TOKENS + 1)
+        config.write_text(CONFIG.format(size=size, dropout=options.dropout))
+        write_random_tokens(data / "random", (options.steps + 2) * size.tokens + 1, size.vocab)
         overrides = [
             f"Engine.max_steps={options.steps + 1}",
             f"Engine.mix_precision.dtype={dtype}",
             f"Engine.save_load.output_dir={directory}/output",
             f"Data.dataset.input_dir={data}",
         ]
+        overrides += ["Engine.graph_mode=static"] if compiled else []
         command = [sys.executable, "-m", "fourfold", "train", "-c", str(config)]
         command += [word for override in overrides for word in ("-o", override)]
+        place = os.environ | ({"PYTHONPATH": checkout} if checkout else {})
         start = time.time()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=place)
         from datetime import datetime
 
         from fourfold.metrics import read_jsonl
@@ -145,10 +192,10 @@ def fourfold_steps(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def write_random_tokens(prefix: Path, count: int) -> None:
+def write_random_tokens(prefix: Path, count: int, vocab: int) -> None:
     import numpy as np
 
-    tokens = np.random.default_rng(0).integers(0, VOCAB, count, dtype=np.uint16)
+    tokens = np.random.default_rng(0).integers(0, vocab, count, dtype=np.uint16)
     np.save(f"{prefix}_ids.npy", tokens)
     np.savez(f"{prefix}_idx.npz", lens=np.array([count], np.int32), docs=np.array([0, 1]))
 
@@ -161,13 +208,22 @@ def transformers_steps(options: argparse.Namespace) -> dict[str, Any]:
 
     start = time.perf_counter()
     torch.set_num_threads(options.threads)
-    config = GPT2Config(vocab_size=VOCAB, n_positions=1024, use_cache=False)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    size = SIZES[options.size]
+    config = GPT2Config(
+        vocab_size=size.vocab,
+        n_positions=1024,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        use_cache=False,
+    )
+    config.resid_pdrop = config.embd_pdrop = 0.0
+    config.attn_pdrop = options.dropout
     model = GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     run = torch.compile(model) if options.compiled else model
     dtype = getattr(torch, options.dtype)
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1))
+    tokens = torch.randint(0, size.vocab, (size.batch, size.seq + 1))
 
     def step() -> float:
         began = time.perf_counter()
@@ -194,7 +250,7 @@ def bound(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(options.threads)
-    dtype = getattr(torch, options.dtype)
+    dtype, size = getattr(torch, options.dtype), SIZES[options.size]
 
     def median(left: torch.Tensor, right: torch.Tensor) -> float:
         out = torch.matmul(left, right)
@@ -207,24 +263,20 @@ def bound(options: argparse.Namespace) -> dict[str, Any]:
 
     def linear(inputs: int, outputs: int) -> float:
         """Forward, gradient of the input, gradient of the weight."""
-        x, w = torch.randn(TOKENS, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
-        g = torch.randn(TOKENS, outputs).to(dtype)
+        x, w = torch.randn(size.tokens, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+        g = torch.randn(size.tokens, outputs).to(dtype)
         return median(x, w.t()) + median(g, w) + median(g.t(), x)
 
     layer = sum(
-        linear(*size)
-        for size in (
-            (HIDDEN, 3 * HIDDEN),
-            (HIDDEN, HIDDEN),
-            (HIDDEN, 4 * HIDDEN),
-            (4 * HIDDEN, HIDDEN),
-        )
+        linear(inputs * size.hidden, outputs * size.hidden)
+        for inputs, outputs in ((1, 3), (1, 1), (1, 4), (4, 1))
     )
-    q = torch.randn(BATCH * HEADS, SEQ, HIDDEN // HEADS).to(dtype)
-    p = torch.randn(BATCH * HEADS, SEQ, SEQ).to(dtype)
+    all_heads = size.batch * size.heads
+    q = torch.randn(all_heads, size.seq, size.hidden // size.heads).to(dtype)
+    p = torch.randn(all_heads, size.seq, size.seq).to(dtype)
     # Two products forward and four backward; a causal kernel does half of each.
     attention = 0.5 * (3 * median(q, q.transpose(1, 2)) + 3 * median(p, q))
-    return {"seconds": LAYERS * (layer + attention) + linear(HIDDEN, VOCAB)}
+    return {"seconds": size.layers * (layer + attention) + linear(size.hidden, size.vocab)}
 
 
 def processor() -> str:
@@ -235,38 +287,45 @@ def processor() -> str:
 
 
 def report(
-    results: dict[tuple[str, str, bool], list[dict[str, Any]]],
+    results: dict[Variant, list[dict[str, Any]]],
     bounds: dict[str, list[float]],
     options: argparse.Namespace,
 ) -> None:
     import torch
 
+    size = SIZES[options.size]
     bound_seconds = {dtype: statistics.median(values) for dtype, values in bounds.items()}
-    bound_rate = TOKENS / min(bound_seconds.values())
     seconds = {
         variant: statistics.median(s for run in runs for s in run["seconds"])
         for variant, runs in results.items()
     }
     peers = [variant for variant in results if variant[0] == "transformers"]
-    best_peer = min(peers, key=lambda variant: seconds[variant])
-    print(f"{processor()}, {options.threads} threads, torch {torch.__version__}")
-    print(f"{BATCH} x {SEQ} tokens a step, medians of {options.rounds} x {options.steps} steps\n")
+    best = {
+        dtype: min(seconds[variant] for variant in peers if variant[1] == dtype)
+        for dtype in options.dtypes
+    }
+    instructions = ", AVX2 only" if options.avx2 else ""
+    print(f"{processor()}{instructions}, {options.threads} threads, torch {torch.__version__}")
     print(
-        "| variant | tokens/s | of best transformers | of matmul bound | peak memory | first step |"
+        f"{options.size}, {size.batch} x {size.seq} tokens a step, attention dropout "
+        f"{options.dropout:g}, medians of {options.rounds} x {options.steps} steps\n"
     )
-    print("|---|---|---|---|---|---|")
+    print(
+        "| variant | of best transformers | the same format | of matmul bound | tokens/s "
+        "| peak memory | first step |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for variant, runs in results.items():
-        rate = TOKENS / seconds[variant]
+        own, dtype = seconds[variant], variant[1]
         peak = max(run["peak_bytes"] for run in runs) / 1e9
         first = statistics.median(run["first_step_seconds"] for run in runs)
-        ratio = seconds[best_peer] / seconds[variant]
         print(
-            f"| {title(variant)} | {rate:.0f} | {ratio:.2f} | {rate / bound_rate:.0%} "
-            f"| {peak:.2f} GB | {first:.1f} s |"
+            f"| {title(variant)} | {min(best.values()) / own:.2f} | {best[dtype] / own:.2f} "
+            f"| {bound_seconds[dtype] / own:.0%} | {size.tokens / own:.0f} | {peak:.2f} GB "
+            f"| {first:.1f} s |"
         )
     for dtype, value in bound_seconds.items():
-        rate = TOKENS / value
-        print(f"| matrix products alone, {dtype} | {rate:.0f} | | {rate / bound_rate:.0%} | | |")
+        print(f"| matrix products alone, {dtype} | | | 100% | {size.tokens / value:.0f} | | |")
 
 
 if __name__ == "__main__":

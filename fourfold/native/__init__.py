@@ -46,14 +46,19 @@ class _Unavailable(Exception):
     """Why there is no library; a sentence without a full stop."""
 
 
-def library(name: str, march: str = "native") -> ctypes.CDLL | None:
+def library(name: str, march: str | None = None) -> ctypes.CDLL | None:
     """The compiled `<name>.c` of this directory, once a process; None where there is none."""
-    return _load(name, march)[0]
+    return _load(name, march or _march())[0]
 
 
-def why_not(name: str, march: str = "native") -> str | None:
+def why_not(name: str, march: str | None = None) -> str | None:
     """Why `library` gives None; None where it does not."""
-    return _load(name, march)[1]
+    return _load(name, march or _march())[1]
+
+
+def _march() -> str:
+    """For this processor, or for what torch's own kernels are asked to stay with."""
+    return "haswell" if os.environ.get("ATEN_CPU_CAPABILITY", "").lower() == "avx2" else "native"
 
 
 @cache
