@@ -17,7 +17,6 @@ import numpy as np
 from fourfold import heartbeat
 from fourfold.data import cache
 from fourfold.data.datasets import (
-    BLOCK,
     FORMATS,
     MARKS,
     TokenDataset,
@@ -242,9 +241,9 @@ def _read_header(index: np.ndarray, idx: Path) -> tuple[np.dtype, int, int]:
 
 def _check_sequences(sizes: np.ndarray, pointers: np.ndarray, itemsize: int, idx: Path) -> int:
     """Sizes are not negative and pointers follow from them; returns the number of tokens."""
-    total = 0
-    for first, pointer in zip(range(0, len(sizes), BLOCK), passing_blocks(pointers)):
-        size = sizes[first : first + BLOCK].astype(np.int64)
+    first = total = 0
+    for pointer in passing_blocks(pointers):
+        size = sizes[first : first + len(pointer)].astype(np.int64)
         if size.min() < 0:
             at = first + int(size.argmin())
             raise DataError(f"{idx}: size of sequence {at} is {sizes[at]}; the index is damaged")
@@ -257,6 +256,7 @@ def _check_sequences(sizes: np.ndarray, pointers: np.ndarray, itemsize: int, idx
                 f"{int(ends[wrong[0]] - size[wrong[0]]) * itemsize}; the index is damaged"
             )
         total = int(ends[-1])
+        first += len(pointer)
         heartbeat.alive()
     return total
 
