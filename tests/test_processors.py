@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold import processors
 from fourfold.processors import cgroup_processors, num_processors
 
 
@@ -58,3 +59,12 @@ def test_low_precision_products_run_wherever_they_are_announced() -> None:
     )
     clean = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
     subprocess.run([sys.executable, "-c", code], env=clean, check=True)
+
+
+def test_ranks_share_the_processors_and_those_that_take_turns_get_twice_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processors, "num_processors", lambda: 8)
+    assert [processors.threads_of_rank(ranks) for ranks in (1, 3, 8, 16)] == [8, 2, 1, 1]
+    turns = [processors.threads_of_rank(ranks, take_turns=True) for ranks in (1, 3, 8, 16)]
+    assert turns == [8, 4, 2, 2]
