@@ -48,7 +48,8 @@ def default_chunk_tokens(*, on_cpu: bool) -> int:
 
 def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
     """The dtype a linear layer computes in: autocast's where that is on."""
-    if torch.is_autocast_enabled(device.type):
+    # Torch knows of no autocast on the device without memory.
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return otherwise
 

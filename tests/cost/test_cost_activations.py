@@ -10,6 +10,7 @@ from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.model.gpt import LayerNorm
+from fourfold.model.kernels import usable
 from fourfold.parallel.recompute import Recompute, apply_recompute
 
 TOKENS, LENGTH = 4 * 128, 128
@@ -48,7 +49,7 @@ def layer_bytes(dropout: float, mode: str = "none", **layout: object) -> float:
         compute_bytes=4,
         residual_bytes=4,
         norm_bytes=4,
-        flash=dropout == 0,
+        flash=dropout == 0 or usable(torch.device("cpu"), torch.float32),
         mask_bytes=4,
     )
     spread = Spread(micro_batch=TOKENS // LENGTH, **layout)

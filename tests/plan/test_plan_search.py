@@ -173,7 +173,7 @@ def test_predictions_above_anything_published_are_marked() -> None:
     assert marks == [candidate.mfu > published.share for candidate in made.candidates[:40]]
     assert [row[mfu].endswith("!") for row in shown[:40]] == marks and not all(marks)
     assert found["published_mfu"]["share"] == published.share
-    lines = list(advice_lines(made, economics))
+    lines = list(advice_lines(made, 5, economics))
     assert any("above anything published for this kind" in line for line in lines)
     assert any("Fourfold itself has not been measured on a GPU" in line for line in lines)
     # Of processors nothing is published.
