@@ -298,7 +298,11 @@ NOT_FINITE = (
 
 def not_finite(logits: Tensor) -> list[int]:
     """The rows of logits from which no token can be chosen."""
-    return (~logits.amax(dim=-1).isfinite()).nonzero()[:, 0].tolist()
+    finite = logits.amax(dim=-1).isfinite()
+    # One question first: a GPU is waited for once, not for every row.
+    if bool(finite.all()):
+        return []
+    return [row for row, is_finite in enumerate(finite.tolist()) if not is_finite]
 
 
 def stream_seed(seed: int, prompt: Sequence[int], number: int) -> int:

@@ -81,7 +81,8 @@ def _cast(model: GPT, weights: Format, device: torch.device) -> nn.Module:
             f"Inference.weights={weights} runs on a CPU only and the model is on {device}; choose "
             "bfloat16 or float16"
         )
-    model.to(getattr(torch, weights))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, weights))
     return TiedHead(model.embeddings.word)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.device import spare_missing_matrix_units
+from fourfold.device import keep_freed_memory, spare_missing_matrix_units
 from fourfold.errors import UserError
 from fourfold.model import GPT, ModelShape
 from fourfold.model.gpt import Block
@@ -125,6 +125,7 @@ def _work(rank: int, processes: int, rendezvous: str, seconds: float, results: A
 
 def measure(device: torch.device, seconds: float) -> Measured:
     spare_missing_matrix_units()
+    keep_freed_memory()
     return Measured(
         rates=_product_rates(device, torch.float32, seconds),
         low_rates=_product_rates(device, torch.bfloat16, seconds),
