@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.generate.packed import FusedGPT, PackedLinear, is_known
-from fourfold.generate.sharing import Part
+from fourfold.generate.sharing import RowPart
 from fourfold.generate.weights import Format, set_format
 from fourfold.model.gpt import GPT, Attend
 
@@ -172,7 +172,7 @@ class Decoder:
 
     # What a session uses where the network is fused (fourfold/generate/sharing.py)
 
-    def take_in(self, parts: Sequence[Part]) -> Tensor:
+    def take_in(self, parts: Sequence[RowPart]) -> Tensor:
         assert self.fused is not None
         return self.fused.take_in(parts)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fourfold import native
 from fourfold.errors import UserError
-from fourfold.generate.sharing import Part
+from fourfold.generate.sharing import RowPart
 from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, LayerNorm, Linear
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
@@ -335,7 +335,7 @@ class FusedGPT:
         self.keys[:, targets, :, :blocks] = self.keys[:, sources, :, :blocks]
         self.values[:, targets, :, :width] = self.values[:, sources, :, :width]
 
-    def take_in(self, parts: Sequence[Part]) -> Tensor:
+    def take_in(self, parts: Sequence[RowPart]) -> Tensor:
         """Logits (sum of wanted, V)."""
         tokens, wanted = list[tuple[int, int, int]](), list[int]()
         for row, start, new, last in parts:

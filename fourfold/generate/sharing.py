@@ -36,7 +36,7 @@ CHEAP_ROWS = 8
 LONGEST_PAUSE = 32
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """The next tokens of a row; logits are wanted after the last `wanted` of them."""
 
     row: int
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 class CacheModel(Protocol):
     """A network that takes tokens in at any place of any row, all in one call."""
 
-    def take_in(self, parts: Sequence[Part]) -> Tensor:
+    def take_in(self, parts: Sequence[RowPart]) -> Tensor:
         """Logits (sum of wanted, V)."""
         ...
 
@@ -135,7 +135,8 @@ class CacheRows:
             if source is not None and source[0] != sequence.row:
                 self._network.copy_prefix(source[0], sequence.row, source[1])
         parts = [
-            Part(turn.sequence.row, turn.sequence.stored, turn.tokens, turn.wanted) for turn in wave
+            RowPart(turn.sequence.row, turn.sequence.stored, turn.tokens, turn.wanted)
+            for turn in wave
         ]
         logits = self._network.take_in(parts)
         for turn in wave:
