@@ -41,6 +41,10 @@ Arguments = dict[str, Any]
 NORM_PIECE = 65536
 
 
+# Micro-batches that are evaluated together: more are no faster, and no sign of life comes between.
+MOST_AT_ONCE = 8
+
+
 class Runner:
     """The parts of a model in their final form, with their precision and micro-batch size."""
 
@@ -196,11 +200,11 @@ class Runner:
         for part in self.parts:
             part.eval()
         scale = torch.full((), 1.0 / max(batch.global_valid_tokens, 1.0), device=self.device)
-        # Without gradients one layer's activations are held at a time: as much as all layers' of a
-        # micro-batch, for a batch as many times larger. Stages agreed on a size of messages.
+        # Without gradients one layer's activations are held at a time, so a batch as many times
+        # larger as there are layers fits. Stages agreed on a size of messages.
         size = self.micro_batch_size
         if self.pipeline is None:
-            size *= len(self.parts[0].layers)
+            size *= min(len(self.parts[0].layers), MOST_AT_ONCE)
         micro_batches = [
             (tokens, arguments | {"loss_scale": scale})
             for tokens, arguments in self._micro_batches(batch, size)
