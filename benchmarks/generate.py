@@ -309,7 +309,7 @@ def whole_number_linears(model: Any, weights: str) -> None:
                 self.scales = both.bfloat16().contiguous()
 
         def forward(self, x: Any) -> Any:
-            rows = x.reshape(-1, x.shape[-1])
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
             if weights == "int8":
                 y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
             else:

@@ -174,9 +174,9 @@ def fourfold_steps(
         overrides += ["Engine.graph_mode=static"] if compiled else []
         command = [sys.executable, "-m", "fourfold", "train", "-c", str(config)]
         command += [word for override in overrides for word in ("-o", override)]
-        place = os.environ | ({"PYTHONPATH": checkout} if checkout else {})
+        # Of the directory a module is started in Python imports first.
         start = time.time()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=place)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=checkout)
         from datetime import datetime
 
         from fourfold.metrics import read_jsonl
