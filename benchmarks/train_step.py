@@ -122,11 +122,14 @@ def main() -> None:
     for round_number in range(options.rounds):
         for variant in variants:
             say(f"round {round_number + 1}: {title(variant)}")
-            results[variant].append(measure(variant, options))
+            try:
+                results[variant].append(measure(variant, options))
+            except subprocess.CalledProcessError as error:
+                say(f"{title(variant)} does not run: it ended with code {error.returncode}")
         for dtype in dtypes:
             say(f"round {round_number + 1}: matrix products in {dtype}")
             bounds[dtype].append(child(options, "bound", dtype, False)["seconds"])
-    report(results, bounds, options)
+    report({variant: runs for variant, runs in results.items() if runs}, bounds, options)
 
 
 def say(text: str) -> None:
