@@ -25,6 +25,7 @@ from fourfold.signals import STACKS_SIGNAL
 
 SAME_MOMENT_SECONDS = 0.25
 SHOWN_LINES = 25
+LAST_CHARACTERS = 20_000
 
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|socket timeout"
@@ -44,7 +45,8 @@ def root_cause(failures: list[Ending]) -> Ending:
 
 def lost_a_peer(end: Ending) -> bool:
     """Whether its error is only that another rank did not answer."""
-    last_words = end.error_text()[-2000:]
+    # A pipeline puts an error of its own behind the one of the connection, with every shape it holds.
+    last_words = end.error_text()[-LAST_CHARACTERS:]
     return end.status > 0 and _LOST_PEER.search(last_words) is not None
 
 
