@@ -45,7 +45,7 @@ def root_cause(failures: list[Ending]) -> Ending:
 
 def lost_a_peer(end: Ending) -> bool:
     """Whether its error is only that another rank did not answer."""
-    # A pipeline puts an error of its own behind the one of the connection, with every shape it holds.
+    # A pipeline puts an error of its own behind that of the connection, with every shape it holds.
     last_words = end.error_text()[-LAST_CHARACTERS:]
     return end.status > 0 and _LOST_PEER.search(last_words) is not None
 
