@@ -46,7 +46,6 @@ typedef struct {
 } Shape;
 
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- products ---------------------------------------------------------------------------------*/
 

@@ -8,7 +8,6 @@
 
 #define PIECE 4096 /* numbers a thread takes at a time; whole vectors */
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void widen(float *to, const uint16_t *from, int64_t n) {
   for (int64_t i = 0; i < n; i++) to[i] = of_bf16(from[i]);

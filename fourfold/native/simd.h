@@ -7,6 +7,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define WIDE 1
 #define VL 16
