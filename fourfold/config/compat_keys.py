@@ -12,7 +12,8 @@ from typing import Any
 
 from fourfold.config.fields import leaves
 from fourfold.config.findings import Report, did_you_mean, nearest
-from fourfold.config.schema import Config, ModelSection
+from fourfold.config.model_section import ModelSection
+from fourfold.config.schema import Config
 from fourfold.config.yaml_nodes import Entry, Tree, find, put, take, value_of, walk
 
 SECTIONS = list(Config.model_fields)

@@ -7,10 +7,12 @@ and replaced by something harmless, so that the checks can still look at the res
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
 from fourfold.config.findings import ConfigFindings, multiple_near
-from fourfold.config.schema import Config, Dtype, ModelSection, default_level
+from fourfold.config.model_section import GATED, ModelSection
+from fourfold.config.schema import Config, Dtype, default_level
 from fourfold.errors import Setting
 
 DEFAULT_MICRO_BATCH = 8
@@ -244,8 +246,8 @@ def _resolve_precision(config: Config, findings: ConfigFindings) -> None:
 
 def _resolve_model(config: Config, findings: ConfigFindings) -> None:
     model = config.Model
-    if model.ffn_hidden_size is None:
-        model.ffn_hidden_size = 4 * model.hidden_size
+    _resolve_widths(model)
+    _resolve_idle_options(model, findings)
     _resolve_recompute(model, findings)
     whole = model.use_recompute and model.recompute_granularity in ("full", "ops")
     if model.offload_activations and whole and model.recompute_method == "uniform":
@@ -263,6 +265,50 @@ def _resolve_model(config: Config, findings: ConfigFindings) -> None:
         model.sequence_parallel = False
 
 
+def _resolve_widths(model: ModelSection) -> None:
+    if model.ffn_hidden_size is None:
+        gated = model.activation in GATED
+        model.ffn_hidden_size = (
+            -(-8 * model.hidden_size // (3 * 256)) * 256 if gated else 4 * model.hidden_size
+        )
+    if model.num_key_value_heads is None:
+        model.num_key_value_heads = model.num_attention_heads
+    if model.head_dim is None:
+        model.head_dim = max(1, model.hidden_size // model.num_attention_heads)
+    scaling = model.rope_scaling
+    if scaling.type != "none" and scaling.original_max_position_embeddings is None:
+        scaling.original_max_position_embeddings = max(
+            1, int(model.max_position_embeddings / scaling.factor)
+        )
+
+
+def _resolve_idle_options(model: ModelSection, findings: ConfigFindings) -> None:
+    """Options of the network that others make idle."""
+    if model.position_embedding != "rotary":
+        because = f"Model.position_embedding={model.position_embedding}"
+        _no_effect(model, ("rope_theta", "partial_rotary_factor"), because, findings)
+        if model.rope_scaling.type != "none":
+            findings.notice(
+                f"Model.rope_scaling.type={model.rope_scaling.type} has no effect with {because}",
+                "Model.rope_scaling.type",
+            )
+            model.rope_scaling = type(model.rope_scaling)()
+    if model.sliding_window is None:
+        _no_effect(model, ("sliding_window_layers",), "no Model.sliding_window", findings)
+
+
+def _no_effect(
+    model: ModelSection, names: Sequence[str], because: str, findings: ConfigFindings
+) -> None:
+    """Say so of those that are set, and set them back."""
+    for name in names:
+        path, value = f"Model.{name}", getattr(model, name)
+        field = ModelSection.model_fields[name]
+        if value != field.default:
+            findings.notice(f"{path}={value} has no effect with {because}", path)
+            setattr(model, name, field.default)
+
+
 def _resolve_recompute(model: ModelSection, findings: ConfigFindings) -> None:
     if model.use_recompute:
         model.recompute_granularity = model.recompute_granularity or "full"
@@ -272,12 +318,7 @@ def _resolve_recompute(model: ModelSection, findings: ConfigFindings) -> None:
         names, because = names[3:], f"Model.recompute_granularity={model.recompute_granularity}"
     if model.recompute_granularity == "ops" and model.use_recompute:
         return
-    for name in names:
-        path, value = f"Model.{name}", getattr(model, name)
-        field = ModelSection.model_fields[name]
-        if value != field.default:
-            findings.notice(f"{path}={value} has no effect with {because}", path)
-            setattr(model, name, field.default)
+    _no_effect(model, names, because, findings)
 
 
 def _resolve_data(config: Config) -> None:

@@ -26,9 +26,14 @@ def check(config: Config, findings: ConfigFindings) -> None:
 def _check_model(config: Config, findings: ConfigFindings) -> None:
     model = config.Model
     heads, width = config.setting("Model.num_attention_heads"), config.setting("Model.hidden_size")
-    if width.value % heads.value:
+    if width.value % heads.value and not findings.given("Model.head_dim"):
         choice = divisors(width.value, heads.value)
         findings.problem([heads, " does not divide ", width, f"; choose {choice}"])
+    shared = config.setting("Model.num_key_value_heads")
+    if heads.value % shared.value:
+        choice = divisors(heads.value, shared.value)
+        findings.problem([shared, " does not divide ", heads, f"; choose {choice}"])
+    _check_network(config, findings)
     ratio = model.ffn_hidden_size / model.hidden_size
     if ratio >= 8:
         ffn = config.setting("Model.ffn_hidden_size")
@@ -36,6 +41,42 @@ def _check_model(config: Config, findings: ConfigFindings) -> None:
     eos, size = config.setting("Data.dataset.eos_token_id"), config.setting("Model.vocab_size")
     if eos.value is not None and eos.value >= size.value:
         findings.problem([eos, " is outside ", size, f"; choose an id below {size.value}"])
+
+
+def _check_network(config: Config, findings: ConfigFindings) -> None:
+    """Options of the block that do not go together."""
+    model = config.Model
+    if model.qk_norm == "all_heads" and model.normalization != "RMSNorm":
+        findings.problem(
+            [config.setting("Model.qk_norm"), " needs Model.normalization=RMSNorm; choose per_head"]
+        )
+    if model.parallel_residual and model.norm_placement == "post":
+        findings.problem(
+            [config.setting("Model.parallel_residual"), " cannot be combined with ",
+             config.setting("Model.norm_placement"), "; choose norm_placement pre"]
+        )  # fmt: skip
+    beyond = [one for one in model.sliding_window_layers or [] if one >= model.num_layers]
+    if beyond:
+        findings.problem(
+            [config.setting("Model.sliding_window_layers"), f" names layer {beyond[0]}, but ",
+             config.setting("Model.num_layers"), " are counted from 0; leave it out"]
+        )  # fmt: skip
+    if model.position_embedding != "rotary":
+        return
+    share = config.setting("Model.partial_rotary_factor")
+    rotated = int(model.head_dim * share.value)
+    if rotated < 2 or rotated % 2:
+        findings.problem(
+            [share, f" rotates {rotated} of ", config.setting("Model.head_dim"),
+             ", and they are rotated in pairs; choose a share that gives an even number"]
+        )  # fmt: skip
+    scaling = model.rope_scaling
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.type == "llama3" and low >= high:
+        findings.problem(
+            [config.setting("Model.rope_scaling.low_freq_factor"), " must be below ",
+             config.setting("Model.rope_scaling.high_freq_factor"), "; Llama 3 has 1 and 4"]
+        )  # fmt: skip
 
 
 def _check_data(config: Config, findings: ConfigFindings) -> None:
@@ -197,6 +238,10 @@ def _check_tensor_parallel(config: Config, findings: ConfigFindings) -> None:
     if heads.value % mp:
         choice = divisors(heads.value, mp)
         findings.problem([degree, " does not divide ", heads, f"; choose {choice}"])
+    shared = config.setting("Model.num_key_value_heads")
+    if heads.value % mp == 0 and shared.value % mp and mp % shared.value:
+        choice = f"; choose an mp_degree that divides {shared.value} or is a multiple of it"
+        findings.problem([degree, " neither divides nor is a multiple of ", shared, choice])
     if model.vocab_size % mp:
         padded = -(-model.vocab_size // (128 * mp)) * 128 * mp
         advice = f"some ranks hold one row more. A vocabulary padded to {padded} would be faster"

@@ -26,6 +26,7 @@ from fourfold.config.fields import (
     render_yaml,
     section,
 )
+from fourfold.config.model_section import ModelSection
 from fourfold.config.recipe import Rounding, parse_recipe, parse_split
 from fourfold.errors import Setting
 
@@ -323,81 +324,7 @@ class DataSection(Section):
     )
 
 
-# -- the network and its layout: Model, Distributed, Fused, Optimizer ---------------------------
-
-
-class ModelSection(Section):
-    vocab_size: Count = key(
-        50304,
-        "Rows of the token embedding; at least the tokenizer's size, best a multiple of mp_degree.",
-    )
-    hidden_size: Count = key(2048, "Width of the residual stream.")
-    num_layers: Count = key(24, "Transformer layers.")
-    num_attention_heads: Count = key(16, "Attention heads; divides hidden_size.")
-    ffn_hidden_size: Count = derived(
-        "Width inside the feed-forward block. Null is 4 * hidden_size."
-    )
-    hidden_dropout_prob: BelowOne = key(
-        0.1,
-        "Dropout after the embeddings and on the output of each attention and feed-forward block.",
-    )
-    attention_probs_dropout_prob: BelowOne = key(0.1, "Dropout of the attention probabilities.")
-    max_position_embeddings: Count = key(
-        1024, "Learned positions: the longest sequence the model can read; at least max_seq_len."
-    )
-    initializer_range: NotNegative = key(
-        0.02, "Standard deviation of the normal distribution of initial weights and embeddings."
-    )
-    depth_scaled_init: bool = key(
-        False,
-        "Divide the initial deviation of the two projections that write to the residual stream by "
-        "sqrt(2 * num_layers), as GPT-2 does.",
-    )
-    use_recompute: bool = key(
-        True,
-        "Recompute activations in the backward pass instead of keeping them (activation "
-        "checkpointing): less memory, more time.",
-    )
-    recompute_granularity: Literal["full", "ops", "full_attn", "core_attn"] | None = key(
-        None,
-        "What is recomputed: full is a whole layer, ops all of it but the operations in "
-        "recompute_keep, full_attn the attention block, core_attn only softmax(QK^T)V; full takes "
-        "the least memory, core_attn the most. Null is full with use_recompute.",
-    )
-    recompute_method: Literal["uniform", "block"] = key(
-        "uniform",
-        "Which layers are recomputed: uniform is all of them, recompute_num_layers at a time; "
-        "block is the first recompute_num_layers of each pipeline stage.",
-    )
-    recompute_num_layers: Count = key(
-        1,
-        "With uniform, layers recomputed together, of which only the first one's input is kept "
-        "(above 1 with granularity full only); with block, layers of a stage that are recomputed.",
-    )
-    recompute_keep: list[Literal["products", "attention"]] = key(
-        ["products", "attention"],
-        "With granularity ops, what is kept and not recomputed: matrix products, what fused "
-        "attention gives, or both. Norms, GELU and dropout are recomputed.",
-    )
-    offload_activations: bool = key(
-        False,
-        "On a GPU, keep what the layers hold for the backward pass in pinned host memory, and copy "
-        "it back when it is needed: memory of one or two layers instead of all, for the time of "
-        "the copies. Layers that are recomputed as a whole keep their input on the device.",
-    )
-    fused_linear: bool = key(
-        True, "Compute each matrix product and its bias addition in one operation. Same numbers."
-    )
-    sequence_parallel: bool = key(
-        False,
-        "With mp_degree above 1, split the activations between the tensor-parallel blocks along "
-        "the sequence too. Same numbers but for where dropout falls, less memory.",
-    )
-    loss_chunk_tokens: Count | None = key(
-        None,
-        "Tokens whose logits exist at one time while the loss is computed; bounds its memory. Null "
-        "is 1024 on a CPU and 4096 on a GPU.",
-    )
+# -- the layout and the optimizer: Distributed, Fused, Optimizer (Model: model_section.py) -------
 
 
 class ShardingSection(Section):

@@ -17,7 +17,7 @@ from fourfold.cost.workload import MOMENT_BYTES, Network, software_of, spread_of
 from fourfold.device import is_cpu
 from fourfold.mesh import Layout
 from fourfold.model import ModelShape, table_of
-from fourfold.model.params import Param, split_range
+from fourfold.model.params import Param
 from fourfold.parallel import layout_of
 from fourfold.parallel.precision import Precision
 from fourfold.parallel.stages import count_stages, stages_here
@@ -116,10 +116,11 @@ class _Rules:
     def _part(self, row: Param, place: dict[str, int], *, is_copy: bool = False) -> _Part:
         shape, is_counted = list(row.shape), place["dp"] == 0 and not is_copy
         if row.split_dim is not None:
-            start, stop = split_range(shape[row.split_dim], place["mp"], self.layout.mp)
+            start, stop = row.cut(place["mp"], self.layout.mp)
             shape[row.split_dim] = stop - start
-        elif place["mp"] > 0:
-            is_counted = False
+        is_counted = (
+            is_counted and place["mp"] % (self.layout.mp // row.pieces(self.layout.mp)) == 0
+        )
         # Sharding cuts rows as torch.chunk does: the last ranks may have fewer, or none.
         rows, chunk = shape[0], -(-shape[0] // self.layout.sharding)
         own_rows = min(max(rows - place["sharding"] * chunk, 0), chunk)

@@ -1,14 +1,20 @@
-"""GPT-2/GPT-3: pre-LayerNorm decoder, tanh GELU, learned positions, head tied to the embedding.
+"""GPT: a decoder of blocks, each attention and a feed-forward network.
+
+With the options as they stand it is GPT-2 and GPT-3: LayerNorm before each block, tanh GELU,
+learned positions, a head tied to the embedding. Others make it Llama, Qwen, OLMo or GPT-NeoX; their
+parameters are in params.py, rotary positions in rotary.py.
 
 The whole network in one file, written for one device. `GPT(shape)(tokens)` returns logits; with
 labels it returns the summed loss without ever holding all the logits (see loss.py).
 `GPT(shape, layers)` is a part of it, with the parameter names of the whole.
 
-Letters in shape comments: B batch, T positions, D hidden, H heads, K head size, V vocabulary.
+Letters in shape comments: B batch, T positions, D hidden, H heads, G heads of keys and values,
+K head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,9 +24,10 @@ from torch import Tensor, nn
 from fourfold.model import kernels
 from fourfold.model.loss import TiedGradient, Vocabulary, compute_dtype, head_cross_entropy
 from fourfold.model.params import ModelShape, ParamTable, gpt_parameters
+from fourfold.model.rotary import rotate, rotation
 from fourfold.model.seeds import seed_dropout
 
-# Queries, keys and values (B, H, T, K) of new tokens -> what they attend to (B, H, T, K).
+# Queries (B, H, T, K), keys and values (B, G, T, K) of new tokens -> what they attend to.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -39,6 +46,13 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         y = F.linear(x, self.weight)
         return y + self.bias.to(y.dtype)  # autocast's type, as the fused product gives
+
+
+class Linears(nn.ModuleDict):
+    """Several linear layers of one input, which model parallelism then brings to them once."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.values()]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -60,51 +74,136 @@ class LayerNorm(nn.LayerNorm):
         return wide.to(x.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """In fp32 on a CPU, for the reason `LayerNorm` gives."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, as for `Linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cpu or x.dtype.itemsize >= 4:
+            return super().forward(x).to(compute_dtype(x.device, x.dtype))
+        wide = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+        return wide.to(x.dtype)
+
+
+def norm_of(shape: ModelShape, width: int) -> LayerNorm | RMSNorm:
+    """A norm of the kind this network has, over `width` numbers."""
+    if shape.normalization == "RMSNorm":
+        return RMSNorm(width, eps=shape.norm_epsilon)
+    return LayerNorm(width, eps=shape.norm_epsilon, bias=shape.bias == "all")
+
+
 class CoreAttention(nn.Module):
     """softmax(q k^T + mask) v; without a mask it is causal. For masks see `attention_mask`.
 
     A module of its own so that recomputation can wrap just this.
     """
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, scale: float | None = None) -> None:
+        """`scale` is what scores are multiplied by, where that is not 1 / sqrt(K)."""
         super().__init__()
         self.dropout = dropout
+        self.scale = scale
         self.first_head = 0  # of those here, in the whole model
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        q = scaled_queries(q, self.scale)
         if is_starts(mask) or (mask is None and kernels.usable(q.device, q.dtype)):
             return kernels.causal_attention(q, k, v, mask, dropout, self.first_head)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
-        )
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )  # fmt: skip
+
+
+def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
+    """So that kernels, which multiply scores by 1 / sqrt(K), come to multiply them by `scale`."""
+    return q if scale is None else q * (scale * math.sqrt(q.shape[-1]))
+
+
+class HeadNorm(nn.Module):
+    """The norm of queries or of keys: of each head by itself, or of all heads of a token."""
+
+    def __init__(self, shape: ModelShape, heads: int) -> None:
+        super().__init__()
+        self.of_all = shape.qk_norm == "all_heads"
+        width = shape.head_size * heads if self.of_all else shape.head_size
+        kind = norm_of(shape, width)
+        self.weight, self.eps = kind.weight, shape.norm_epsilon
+        self.bias = getattr(kind, "bias", None)
+        self.is_rms = isinstance(kind, RMSNorm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of (B, H, T, K)."""
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        weight = self.weight.to(wide.dtype)
+        if self.of_all:
+            unit = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+            made = unit * weight.view(x.shape[1], 1, x.shape[3])
+        elif self.is_rms:
+            made = F.rms_norm(wide, weight.shape, weight, self.eps)
+        else:
+            bias = None if self.bias is None else self.bias.to(wide.dtype)
+            made = F.layer_norm(wide, weight.shape, weight, bias, self.eps)
+        return made.to(x.dtype)
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        """Over all heads of each token of (B, H, T, K): (B, 1, T, 1)."""
+        return x.square().mean(dim=(1, 3), keepdim=True)
 
 
 class Attention(nn.Module):
-    """Causal self-attention.
+    """Causal self-attention, in which heads of queries may share keys and values.
 
-    The rows of `qkv` are stored head by head, [q_j, k_j, v_j] for head j, so that contiguous slices
-    of the weight are whole heads. The head count in `view` is -1: a module that holds a slice of
-    the heads runs unchanged.
+    Where each has its own, all three are one matrix. The rows of `qkv` are stored head by head,
+    [q_j, k_j, v_j] for head j, so that contiguous slices of the weight are whole heads. Counts of
+    heads in `view` are -1: a module that holds a slice of the heads runs unchanged.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.head_size = shape.head_size
-        self.qkv = Linear(shape.hidden_size, 3 * shape.hidden_size, shape.fused_linear)
-        self.core = CoreAttention(shape.attention_probs_dropout_prob)
-        self.out = Linear(shape.hidden_size, shape.hidden_size, shape.fused_linear)
+        self.head_size = size = shape.head_size
+        width, fused, bias = shape.hidden_size, shape.fused_linear, shape.bias != "none"
+        heads, shared = shape.num_attention_heads, shape.key_value_heads
+        self.is_grouped = shared != heads
+        if self.is_grouped:
+            counts = {"q": heads, "k": shared, "v": shared}
+            self.in_proj = Linears(
+                {name: Linear(width, n * size, fused, bias) for name, n in counts.items()}
+            )
+        else:
+            self.qkv = Linear(width, 3 * heads * size, fused, bias)
+        if shape.qk_norm != "none":
+            self.q_norm, self.k_norm = HeadNorm(shape, heads), HeadNorm(shape, shared)
+        self.normalizes = shape.qk_norm != "none"
+        self.core = CoreAttention(shape.attention_probs_dropout_prob, shape.attention_scale)
+        self.out = Linear(heads * size, width, fused, shape.bias == "all")
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, attend: Attend | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        turns: Tensor | None = None,
+        attend: Attend | None = None,
     ) -> Tensor:
-        """`attend` replaces `core`, to attend to tokens of earlier calls too (the KV cache)."""
-        qkv = self.qkv(x)  # (B, T, 3 D)
-        B, T, _ = qkv.shape
-        qkv = qkv.view(B, T, -1, 3, self.head_size)  # (B, T, H, 3, K)
-        q, k, v = kernels.split_heads(qkv)  # (B, H, T, K) each
+        """`turns` are those of rotary positions. `attend` replaces `core`, to attend to tokens of
+        earlier calls too (the KV cache)."""
+        q, k, v = self.project(x)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
+        if self.normalizes:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turns is not None:
+            q, k = rotate(q, turns), rotate(k, turns)
         mixed = self.core(q, k, v, mask) if attend is None else attend(q, k, v)  # (B, H, T, K)
-        return self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, D)
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        if self.is_grouped:
+            made = self.in_proj(x)
+            return [one.unflatten(2, (-1, self.head_size)).transpose(1, 2) for one in made]
+        qkv = self.qkv(x)  # (B, T, 3 H K)
+        return kernels.split_heads(qkv.unflatten(2, (-1, 3, self.head_size)))
 
 
 class GELU(nn.Module):
@@ -116,33 +215,85 @@ class GELU(nn.Module):
         return kernels.gelu(x, self.scratch)
 
 
-class MLP(nn.Module):
-    def __init__(self, shape: ModelShape) -> None:
+class Activation(nn.Module):
+    """The others of one input."""
+
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.act = GELU()
-        self.up = Linear(shape.hidden_size, shape.ffn_hidden_size, shape.fused_linear)
-        self.down = Linear(shape.ffn_hidden_size, shape.hidden_size, shape.fused_linear)
+        self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        return F.relu(x).square() if self.name == "relu_squared" else F.gelu(x)
+
+
+class Gate(nn.Module):
+    """Those of two: silu(gate) * up, or with GELU in its tanh form."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.is_silu = name == "swiglu"
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return (F.silu(gate) if self.is_silu else F.gelu(gate, approximate="tanh")) * up
+
+
+def activation_of(shape: ModelShape) -> nn.Module:
+    if shape.is_gated:
+        return Gate(shape.activation)
+    return GELU() if shape.activation == "gelu_tanh" else Activation(shape.activation)
+
+
+class MLP(nn.Module):
+    """The feed-forward network: down(act(up x)), or gated, down(act(gate x) * up x)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        width, wide, fused = shape.hidden_size, shape.ffn_hidden_size, shape.fused_linear
+        bias, self.is_gated = shape.bias == "all", shape.is_gated
+        self.act = activation_of(shape)
+        if self.is_gated:
+            names = ("gate", "up")
+            self.in_proj = Linears({name: Linear(width, wide, fused, bias) for name in names})
+        else:
+            self.up = Linear(width, wide, fused, bias)
+        self.down = Linear(wide, width, fused, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(*self.in_proj(x)) if self.is_gated else self.act(self.up(x)))
 
 
 class Block(nn.Module):
-    """One decoder layer: x + dropout(attn(norm1 x)), then x + dropout(mlp(norm2 x))."""
+    """One decoder layer: x + dropout(attn(norm1 x)), then x + dropout(mlp(norm2 x)).
+
+    With `norm_placement` post, x + dropout(norm1(attn x)) and so on; with `parallel_residual` the
+    feed-forward network reads the layer's input too.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm1 = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.norm1 = norm_of(shape, shape.hidden_size)
         self.attn = Attention(shape)
-        self.norm2 = LayerNorm(shape.hidden_size, eps=1e-5)
+        self.norm2 = norm_of(shape, shape.hidden_size)
         self.mlp = MLP(shape)
         self.dropout = shape.hidden_dropout_prob
+        self.is_post = shape.norm_placement == "post"
+        self.is_parallel = shape.parallel_residual
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, attend: Attend | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        turns: Tensor | None = None,
+        attend: Attend | None = None,
     ) -> Tensor:
-        x = x + F.dropout(self.attn(self.norm1(x), mask, attend), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        if self.is_post:
+            x = x + self.drop(self.norm1(self.attn(x, mask, turns, attend)))
+            return x + self.drop(self.norm2(self.mlp(x)))
+        seen = x + self.drop(self.attn(self.norm1(x), mask, turns, attend))
+        return seen + self.drop(self.mlp(self.norm2(x if self.is_parallel else seen)))
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
 
 
 class Embedding(nn.Embedding):
@@ -164,37 +315,54 @@ class Embeddings(nn.Module):
         self.position = None
         if with_positions:
             self.position = Embedding(shape.max_position_embeddings, shape.hidden_size)
+        self.scale = shape.embedding_scale
         self.dropout = shape.hidden_dropout_prob
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.word(tokens)  # (B, T, D)
+        if self.scale != 1.0:
+            x = x * self.scale
         if self.position is not None:
             x = x + self.position(positions)
         return F.dropout(x, self.dropout, self.training)
 
 
-def attention_mask(document_ids: Tensor, like: Tensor) -> Tensor:
-    """What keeps tokens of hidden states `like` within their documents: for our kernel the position
-    at which each one's document begins, for torch's a table."""
+def attention_mask(
+    document_ids: Tensor | None, window: int | None, size: tuple[int, int], like: Tensor
+) -> Tensor | None:
+    """What keeps tokens, `size` = (B, T) of them, within their documents and their window: for our
+    kernel the first position each one sees, for torch's a table of the type of `like`.
+
+    None where there is nothing to keep them from but the future.
+    """
+    if window is not None and window >= size[1]:
+        window = None
+    if document_ids is None:
+        if window is None:
+            return None
+        document_ids = torch.zeros(size, dtype=torch.int64, device=like.device)
     dtype = compute_dtype(like.device, like.dtype)
     if kernels.usable(like.device, dtype):
-        return kernels.document_starts(document_ids)
-    return document_mask(document_ids, dtype)
+        starts = kernels.document_starts(document_ids)
+        return starts if window is None else kernels.within_window(starts, window)
+    return document_mask(document_ids, dtype, window)
 
 
 def is_starts(mask: Tensor | None) -> bool:
     return mask is not None and not mask.is_floating_point()
 
 
-def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """The mask (B, 1, T, T): 0 where a token may attend, which is to itself and to earlier tokens
-    of its own document, and minus infinity elsewhere.
+    of its own document and window, and minus infinity elsewhere.
 
     It is added to the scores and not a table of booleans, because attention would turn those
     into numbers in every layer, and each layer would keep its own until the backward pass.
     """
     allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)  # (B, T, T)
     mask = torch.full(allowed.shape, -torch.inf, dtype=dtype, device=document_ids.device)
+    if window is not None:
+        allowed.triu_(1 - window)
     return mask.masked_fill_(allowed.tril_(), 0.0).unsqueeze(1)
 
 
@@ -207,7 +375,8 @@ class Head(nn.Module):
     def __init__(self, shape: ModelShape, owns_weight: bool = False) -> None:
         super().__init__()
         self.chunk_tokens = shape.loss_chunk_tokens
-        self.vocabulary = Vocabulary()
+        self.vocabulary = Vocabulary(shape.logit_softcap, shape.z_loss)
+        self.scale = shape.logit_scale
         self.tied: TiedGradient | None = None
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
@@ -220,8 +389,10 @@ class Head(nn.Module):
         loss_mask: Tensor | None,
         loss_scale: float | Tensor,
     ) -> Tensor:
+        if self.scale != 1.0:
+            x = x * self.scale
         if labels is None:
-            return F.linear(x.to(weight.dtype), weight)  # (B, T, V)
+            return self.vocabulary.cap(F.linear(x.to(weight.dtype), weight))  # (B, T, V)
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
         return head_cross_entropy(
@@ -245,7 +416,7 @@ class GPT(nn.Module):
     parameter_table: Callable[[ModelShape], ParamTable] = staticmethod(gpt_parameters)
     block: Callable[[ModelShape], nn.Module] = Block
     final_norm: Callable[[ModelShape], nn.Module] = staticmethod(
-        lambda shape: LayerNorm(shape.hidden_size, eps=1e-5)
+        lambda shape: norm_of(shape, shape.hidden_size)
     )
 
     def __init__(self, shape: ModelShape, layers: range | None = None) -> None:
@@ -334,16 +505,29 @@ class GPT(nn.Module):
             if reseed:
                 seed_dropout(inputs.device, seed, "embeddings")
             x = self.embeddings(inputs, position_ids)
-        mask = None if document_ids is None else attention_mask(document_ids, x)
+        # Of all positions, also where sequence parallelism leaves x with some of them.
+        size = (x.shape[0], x.shape[1] if position_ids is None else position_ids.shape[-1])
+        turns = None
+        if self.shape.rotary_size > 0:
+            if position_ids is None:
+                position_ids = torch.arange(size[1], device=x.device)
+            turns = rotation(self.shape, position_ids)
+        windows = {number: self.shape.window_of(int(number)) for number in self.layers}
+        kinds = {
+            window: attention_mask(document_ids, window, size, x)
+            for window in (set(windows.values()) if attends is None else ())
+        }
+        masks = {number: kinds.get(window) for number, window in windows.items()}
         for numbers in self.chunks:
-            x = self.run_layers(numbers, x, mask, seed if reseed else None, attends)
+            x = self.run_layers(numbers, x, masks, turns, seed if reseed else None, attends)
         return x
 
     def run_layers(
         self,
         numbers: Sequence[str],
         x: Tensor,
-        mask: Tensor | None,
+        masks: Mapping[str, Tensor | None],
+        turns: Tensor | None,
         seed: int | None,
         attends: Mapping[str, Attend] | None,
     ) -> Tensor:
@@ -352,5 +536,6 @@ class GPT(nn.Module):
             layer = self.layers[number]
             if seed is not None:
                 seed_dropout(x.device, seed, number)
-            x = layer(x, mask) if attends is None else layer(x, mask, attends[number])
+            given = (x, masks[number], turns)
+            x = layer(*given) if attends is None else layer(*given, attends[number])
         return x

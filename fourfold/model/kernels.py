@@ -131,6 +131,9 @@ def causal_attention(
     probabilities are dropped follows from the seed of the default generator, the place in the
     batch, the head's number in the model and the two positions, and from nothing else.
     """
+    if k.shape[1] != q.shape[1]:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (one.repeat_interleave(groups, dim=1) for one in (k, v))
     seed = torch.default_generator.initial_seed() if dropout > 0 else 0
     return _Attention.apply(q, k, v, starts, dropout, seed & (2**63 - 1), first_head)
 
@@ -234,6 +237,12 @@ def document_starts(document_ids: Tensor) -> Tensor:
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     positions = torch.arange(T, device=document_ids.device, dtype=torch.int32)
     return torch.where(begins, positions, 0).cummax(dim=1).values.to(torch.int32)
+
+
+def within_window(starts: Tensor, window: int) -> Tensor:
+    """The same where a token sees `window` tokens at most, itself included."""
+    positions = torch.arange(starts.shape[1], device=starts.device, dtype=torch.int32)
+    return torch.maximum(starts, positions - (window - 1))
 
 
 # -- GELU -----------------------------------------------------------------------------------------

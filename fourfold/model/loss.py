@@ -65,12 +65,19 @@ class Vocabulary:
     If each process holds some rows of the head, another class with these methods takes its place.
     """
 
+    def __init__(self, softcap: float | None = None, z_loss: float = 0.0) -> None:
+        self.softcap = softcap
+        self.z_loss = z_loss
+
+    def cap(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
     def cross_entropy(
         self, logits: Tensor, labels: Tensor, weights: Tensor, trains: bool
     ) -> tuple[Tensor, Tensor]:
         """Token losses (C,) of logits (C, V), and if `trains` the gradient of their weighted sum,
         weight · (softmax − one-hot), in the memory of the logits where it can be."""
-        if kernels.usable(logits.device, logits.dtype):
+        if kernels.usable(logits.device, logits.dtype) and self.softcap is None and not self.z_loss:
             return kernels.cross_entropy_(logits, labels, weights, trains), logits
         return self._by_passes(logits, labels, weights.unsqueeze(1), trains)
 
@@ -79,16 +86,29 @@ class Vocabulary:
     ) -> tuple[Tensor, Tensor]:
         # In place: these are the largest tensors of the step and every pass over them counts.
         probabilities = logits.to(weight.dtype)
-        losses, target, here = self.normalize(probabilities, labels.unsqueeze(1))
+        slope: Tensor | None = None
+        if self.softcap is not None:
+            probabilities = (probabilities / self.softcap).tanh_()
+            slope = 1 - probabilities.square() if trains else None
+            probabilities.mul_(self.softcap)
+        normalizer, target_logit, target, here = self.normalize(probabilities, labels.unsqueeze(1))
+        losses = normalizer - target_logit
         if trains:
-            probabilities.mul_(weight).scatter_add_(1, target, -weight * here)
+            factor = weight
+            if self.z_loss:
+                losses = losses + self.z_loss * normalizer.square()
+                factor = weight * (1 + 2 * self.z_loss * normalizer)
+            probabilities.mul_(factor).scatter_add_(1, target, -weight * here)
+            if slope is not None:
+                probabilities.mul_(slope)
         return losses.squeeze(1), probabilities.to(logits.dtype)
 
-    def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Turn logits (C, V) into probabilities, in place, for targets (C, 1).
 
-        Returns the token losses (C, 1) as well, and what to subtract from the probabilities at
-        `target` for the gradient: 1, or 0 where the target's row is not here.
+        Returns the logarithm of the softmax's denominator and the logit of the target, (C, 1) each,
+        whose difference is the token's loss; then the target's place, and what to subtract from the
+        probability there for the gradient: 1, or 0 where the target's row is not here.
         """
         target_logit = logits.gather(1, target)
         largest, where = logits.max(dim=1, keepdim=True)
@@ -96,7 +116,7 @@ class Vocabulary:
         # The largest probability is at least 1/V, so its logarithm is exact enough to give
         # back the normaliser; that of the target may have underflowed.
         logsumexp = largest - probabilities.gather(1, where).log()
-        return logsumexp - target_logit, target, torch.ones_like(target_logit)
+        return logsumexp, target_logit, target, torch.ones_like(target_logit)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):

@@ -21,8 +21,25 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Literal
 
+from fourfold.config.model_section import GATED
+
 _LAYER_NUMBER = re.compile(r"^layers\.\d+\.")
 EVERY_LAYER = "layers.*."
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """`Model.rope_scaling`; what the values mean is in fourfold/config/model_section.py."""
+
+    type: str = "none"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,17 +58,64 @@ class ModelShape:
     depth_scaled_init: bool = False
     fused_linear: bool = True
     loss_chunk_tokens: int | None = None  # by the device
+    num_key_value_heads: int | None = None  # as many as heads
+    head_dim: int | None = None  # hidden_size / heads
+    activation: str = "gelu_tanh"
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    norm_placement: str = "pre"
+    parallel_residual: bool = False
+    qk_norm: str = "none"
+    bias: str = "all"
+    tie_word_embeddings: bool = True
+    position_embedding: str = "learned"
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    rope_scaling: RopeScaling = RopeScaling()
+    sliding_window: int | None = None
+    sliding_window_layers: tuple[int, ...] | None = None  # all of them
+    attention_scale: float | None = None  # 1 / sqrt(head_size)
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    z_loss: float = 0.0
     network: str = "GPT"
 
     @classmethod
     def of(cls, section: object) -> ModelShape:
         """The shape a resolved `Model` section describes."""
         names = [field.name for field in fields(cls) if field.name != "network"]
-        return cls(**{name: getattr(section, name) for name in names})
+        given = {name: getattr(section, name) for name in names}
+        scaling = given["rope_scaling"]
+        values = {field.name: getattr(scaling, field.name) for field in fields(RopeScaling)}
+        given["rope_scaling"] = RopeScaling(**values)
+        if given["sliding_window_layers"] is not None:
+            given["sliding_window_layers"] = tuple(given["sliding_window_layers"])
+        return cls(**given)
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward block has a third matrix."""
+        return self.activation in GATED
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of each head are rotated."""
+        is_rotary = self.position_embedding == "rotary"
+        return int(self.head_size * self.partial_rotary_factor) if is_rotary else 0
+
+    def window_of(self, layer: int) -> int | None:
+        """The tokens that one may attend to in that layer; None: all before it."""
+        chosen = self.sliding_window_layers
+        return self.sliding_window if chosen is None or layer in chosen else None
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -85,10 +149,14 @@ class Param:
     init: Literal["normal", "zeros", "ones"]
     init_std: float = 0.0
     split_dim: int | None = None  # the dimension model parallelism cuts; None: every rank has all
+    # The most pieces it can be cut into; with more ranks several share one, and as each computes
+    # with it for heads of its own, their gradients add up. None: as many as there are ranks.
+    most_pieces: int | None = None
     weight_decay: bool = True
-    # Under sequence parallelism it is applied to a rank's own positions only, so that the ranks'
-    # gradients add up to the whole one.
-    partial_gradient: bool = False
+    lr_scale: float = 1.0  # of the learning rate, under muP
+    # Every model-parallel rank has all of it and computes a part of its gradient: that of its own
+    # positions, under sequence parallelism, or that of its own heads.
+    partial_gradient: Literal["positions", "heads"] | None = None
     end: Literal["first", "last"] | None = None  # the pipeline stage that has it; None: its layer's
     # Tied to the head: the last pipeline stage holds a copy, and the gradients of both add up.
     tied_to_head: bool = False
@@ -110,6 +178,18 @@ class Param:
     def is_matrix(self) -> bool:
         """Whether activations are multiplied by it; an embedding table is no matrix."""
         return self.kind == "linear" and len(self.shape) == 2
+
+    def pieces(self, mp_degree: int) -> int:
+        """How many different parts model parallelism makes of it."""
+        if self.split_dim is None:
+            return 1
+        return mp_degree if self.most_pieces is None else min(mp_degree, self.most_pieces)
+
+    def cut(self, mp_rank: int, mp_degree: int) -> tuple[int, int]:
+        """The slice [start, stop) of `split_dim` that a rank holds."""
+        assert self.split_dim is not None
+        pieces = self.pieces(mp_degree)
+        return split_range(self.shape[self.split_dim], mp_rank * pieces // mp_degree, pieces)
 
     def of_layer(self, number: int) -> str:
         """Its name in that layer."""
@@ -172,7 +252,7 @@ def split_range(size: int, rank: int, degree: int) -> tuple[int, int]:
     return start, start + short + (rank < longer)
 
 
-# -- GPT-2 and GPT-3 ------------------------------------------------------------------------------
+# -- GPT, with its options ------------------------------------------------------------------------
 
 
 @cache
@@ -182,8 +262,7 @@ def gpt_parameters(shape: ModelShape) -> ParamTable:
     Biases and norms do not decay, embeddings do, as in the originals. FleetX draws all matrices
     alike; GPT-2's scaling of the matrices that end in the residual stream is an option.
     """
-    width, wide, std = shape.hidden_size, shape.ffn_hidden_size, shape.initializer_range
-    to_residual = std / math.sqrt(2 * shape.num_layers) if shape.depth_scaled_init else std
+    width, std = shape.hidden_size, shape.initializer_range
     word = Param(
         name="embeddings.word.weight",
         shape=(shape.vocab_size, width),
@@ -192,7 +271,7 @@ def gpt_parameters(shape: ModelShape) -> ParamTable:
         init_std=std,
         split_dim=0,
         end="first",
-        tied_to_head=True,
+        tied_to_head=shape.tie_word_embeddings,
         foreign=ForeignNames(
             huggingface="transformer.wte.weight",
             fleetx="gpt.embeddings.word_embeddings.weight",
@@ -207,7 +286,7 @@ def gpt_parameters(shape: ModelShape) -> ParamTable:
         kind="embedding",
         init="normal",
         init_std=std,
-        partial_gradient=True,
+        partial_gradient="positions",
         end="first",
         foreign=ForeignNames(
             huggingface="transformer.wpe.weight",
@@ -217,12 +296,6 @@ def gpt_parameters(shape: ModelShape) -> ParamTable:
             classic="language_model.embedding.position_embeddings.weight",
         ),
     )
-    norm1 = _in_layer("ln_1.", "norm1.", _QKV + "layer_norm_", _INPUT, _INPUT)
-    qkv = _in_layer("attn.c_attn.", "self_attn.qkv_proj.", _QKV, _QKV, _OLD + "query_key_value.")
-    out = _in_layer("attn.c_proj.", "self_attn.out_proj.", _PROJ, _PROJ, _OLD + "dense.")
-    norm2 = _in_layer("ln_2.", "norm2.", _FC1 + "layer_norm_", "pre_mlp_layernorm.", _POST)
-    up = _in_layer("mlp.c_fc.", "linear1.", _FC1, _FC1, "mlp.dense_h_to_4h.")
-    down = _in_layer("mlp.c_proj.", "linear2.", _FC2, _FC2, "mlp.dense_4h_to_h.")
     final = ForeignNames(
         huggingface="transformer.ln_f.",
         fleetx="gpt.decoder.norm.",
@@ -230,23 +303,82 @@ def gpt_parameters(shape: ModelShape) -> ParamTable:
         core_local="decoder.final_layernorm.",
         classic="language_model.encoder.final_layernorm.",
     )
+    head = replace(word, name="head.weight", kind="linear", end="last", foreign=None)
+    norm_bias = shape.normalization == "LayerNorm" and shape.bias == "all"
+    norm1 = _in_layer("ln_1.", "norm1.", _QKV + "layer_norm_", _INPUT, _INPUT)
+    norm2 = _in_layer("ln_2.", "norm2.", _FC1 + "layer_norm_", "pre_mlp_layernorm.", _POST)
     rows = [
         word,
-        position,
-        *norm_rows("layers.*.norm1.", width, foreign=norm1),
-        *linear_rows(
-            "layers.*.attn.qkv.", 3 * width, width, std, 0, foreign=qkv,
-            in_attention=True, rows_by_head=True,
-        ),
-        *linear_rows(
-            "layers.*.attn.out.", width, width, to_residual, 1, foreign=out, in_attention=True
-        ),
-        *norm_rows("layers.*.norm2.", width, foreign=norm2),
-        *linear_rows("layers.*.mlp.up.", wide, width, std, 0, foreign=up),
-        *linear_rows("layers.*.mlp.down.", width, wide, to_residual, 1, foreign=down),
-        *norm_rows("norm.", width, end="last", foreign=final),
-    ]  # fmt: skip
+        *([position] if shape.position_embedding == "learned" else []),
+        *norm_rows("layers.*.norm1.", width, bias=norm_bias, foreign=norm1),
+        *_attention_rows(shape),
+        *norm_rows("layers.*.norm2.", width, bias=norm_bias, foreign=norm2),
+        *_mlp_rows(shape),
+        *norm_rows("norm.", width, bias=norm_bias, end="last", foreign=final),
+        *([] if shape.tie_word_embeddings else [head]),
+    ]
     return ParamTable(rows, shape.num_layers)
+
+
+def _to_residual(shape: ModelShape) -> float:
+    """The deviation of what writes to the residual stream."""
+    std = shape.initializer_range
+    return std / math.sqrt(2 * shape.num_layers) if shape.depth_scaled_init else std
+
+
+def _attention_rows(shape: ModelShape) -> Iterator[Param]:
+    """Queries, keys and values in one matrix, or in three where heads share keys and values."""
+    width, size, std = shape.hidden_size, shape.head_size, shape.initializer_range
+    heads, shared = shape.num_attention_heads, shape.key_value_heads
+    bias = shape.bias in ("all", "qkv")
+    if shared == heads:
+        qkv = _in_layer(
+            "attn.c_attn.", "self_attn.qkv_proj.", _QKV, _QKV, _OLD + "query_key_value."
+        )
+        yield from linear_rows(
+            "layers.*.attn.qkv.", 3 * heads * size, width, std, 0, bias=bias, foreign=qkv,
+            in_attention=True, rows_by_head=True,
+        )  # fmt: skip
+    else:
+        for name, count in (("q", heads), ("k", shared), ("v", shared)):
+            rows = linear_rows(
+                f"layers.*.attn.in_proj.{name}.", count * size, width, std, 0, bias=bias,
+                in_attention=True,
+            )  # fmt: skip
+            yield from (row if name == "q" else replace(row, most_pieces=shared) for row in rows)
+    if shape.qk_norm != "none":
+        norm_bias = shape.normalization == "LayerNorm" and shape.bias == "all"
+        for name, count in (("q", heads), ("k", shared)):
+            of_all = shape.qk_norm == "all_heads"
+            rows = norm_rows(
+                f"layers.*.attn.{name}_norm.", count * size if of_all else size, bias=norm_bias
+            )
+            for row in rows:
+                if of_all:
+                    pieces = shared if name == "k" else None
+                    yield replace(row, split_dim=0, most_pieces=pieces, partial_gradient=None)
+                else:
+                    yield replace(row, partial_gradient="heads")
+    out = _in_layer("attn.c_proj.", "self_attn.out_proj.", _PROJ, _PROJ, _OLD + "dense.")
+    yield from linear_rows(
+        "layers.*.attn.out.", width, heads * size, _to_residual(shape), 1,
+        bias=shape.bias == "all", foreign=out, in_attention=True,
+    )  # fmt: skip
+
+
+def _mlp_rows(shape: ModelShape) -> Iterator[Param]:
+    width, wide, std = shape.hidden_size, shape.ffn_hidden_size, shape.initializer_range
+    bias = shape.bias == "all"
+    if shape.is_gated:
+        for name in ("gate", "up"):
+            yield from linear_rows(f"layers.*.mlp.in_proj.{name}.", wide, width, std, 0, bias=bias)
+    else:
+        up = _in_layer("mlp.c_fc.", "linear1.", _FC1, _FC1, "mlp.dense_h_to_4h.")
+        yield from linear_rows("layers.*.mlp.up.", wide, width, std, 0, bias=bias, foreign=up)
+    down = _in_layer("mlp.c_proj.", "linear2.", _FC2, _FC2, "mlp.dense_4h_to_h.")
+    yield from linear_rows(
+        "layers.*.mlp.down.", width, wide, _to_residual(shape), 1, bias=bias, foreign=down
+    )
 
 
 def linear_rows(
@@ -288,7 +420,7 @@ def linear_rows(
             init_std=0.0,
             split_dim=0 if split_dim == 0 else None,
             weight_decay=False,
-            partial_gradient=split_dim == 1,
+            partial_gradient="positions" if split_dim == 1 else None,
             foreign=_suffixed(foreign, "bias"),
         ),
     ]
@@ -309,7 +441,7 @@ def norm_rows(
         kind="norm",
         init="ones",
         weight_decay=False,
-        partial_gradient=True,
+        partial_gradient="positions",
         end=end,
         foreign=_suffixed(foreign, "weight"),
     )

@@ -3,8 +3,8 @@
 Gradients of sharded parameters come summed from torch. The rest is here:
 
 - plain data parallelism, one message a layer, sent as soon as the layer's last gradient is ready;
-- parameters that saw only this rank's positions under sequence parallelism, summed over the
-  model-parallel ranks;
+- parameters that saw only this rank's positions under sequence parallelism, or its heads alone,
+  summed over the model-parallel ranks;
 - the embedding, which the first and the last pipeline stage both hold.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -110,10 +111,38 @@ class GradientSync:
 
 
 @torch.no_grad()
-def sum_across_model(table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh) -> None:
-    """With sequence parallelism: complete the gradients of what is applied between the blocks."""
-    partial = [p for key, p in masters.items() if table[name_of(key)].partial_gradient]
-    sum_over(mesh.group("mp"), [local(p.grad) for p in partial if p.grad is not None])
+def sum_across_model(
+    table: ParamTable, masters: dict[str, nn.Parameter], mesh: Mesh, sequence_parallel: bool
+) -> None:
+    """Complete the gradients that model-parallel ranks have parts of.
+
+    With sequence parallelism those of what is applied between the blocks; always those of what is
+    applied to a rank's own heads, and of keys and values that several ranks have the same of.
+    """
+    degree, group = mesh.layout.mp, mesh.group("mp")
+    partial, shared = [], []
+    for key, parameter in masters.items():
+        row = table[name_of(key)]
+        if row.partial_gradient == "heads" or (row.partial_gradient and sequence_parallel):
+            partial.append(parameter)
+        elif row.split_dim is not None and row.pieces(degree) < degree:
+            shared.append((parameter, row.pieces(degree)))
+    sum_over(group, [local(p.grad) for p in partial if p.grad is not None])
+    # A place for every piece, of which a rank fills its own: then one sum serves all of them.
+    pieces = [
+        _in_its_place(local(p.grad), mesh.coordinates["mp"] * count // degree, count)
+        for p, count in shared
+        if p.grad is not None
+    ]
+    sum_over(group, [every for every, _ in pieces])
+    for (parameter, _), (every, place) in zip(shared, pieces):
+        local(cast(Tensor, parameter.grad)).copy_(every[place])
+
+
+def _in_its_place(gradient: Tensor, place: int, count: int) -> tuple[Tensor, int]:
+    every = gradient.new_zeros((count, *gradient.shape))
+    every[place] = gradient
+    return every, place
 
 
 @torch.no_grad()
@@ -151,8 +180,8 @@ def check_replicas(
     """
     problem = None
     found = [
-        _differing(group, axis, [shards[key] for key in keys])
-        for group, axis, keys in _groups_of_holders(table, shards, mesh, sharded)
+        _differing(holders, [shards[key] for key in holders.keys])
+        for holders in _groups_of_holders(table, shards, mesh, sharded)
     ]
     for names, whom in [*found, _differing_here(table, shards, mesh.rank)]:
         if names and problem is None:
@@ -166,32 +195,51 @@ def check_replicas(
         raise ReplicaDrift(told)
 
 
+class _Holders(NamedTuple):
+    """Ranks that replicate parameters: all of a group, or so many neighbours in it each time."""
+
+    group: ProcessGroup | None
+    axis: str
+    keys: list[str]
+    neighbours: int
+
+
 def _groups_of_holders(
     table: ParamTable, shards: Mapping[str, Shard], mesh: Mesh, sharded: bool
-) -> list[tuple[ProcessGroup | None, str, list[str]]]:
+) -> list[_Holders]:
     """For each axis, the keys of what its ranks replicate, in the same order on all of them."""
+    layout = mesh.layout
     keys = sorted(shards)
     plain = [] if sharded else keys
     tied = [key for key in tied_keys(table) if key in shards]
-    uncut = [key for key in keys if table[shards[key].name].split_dim is None]
+    by_pieces: dict[int, list[str]] = {}
+    for key in keys:
+        by_pieces.setdefault(table[shards[key].name].pieces(layout.mp), []).append(key)
     return [
-        (mesh.group("dp"), "data-parallel", keys),
-        (mesh.group("sharding"), "sharding", plain),
-        (mesh.group("mp"), "model-parallel", uncut),
-        (mesh.tied_embedding_group if len(tied) == 1 else None, "pipeline", tied),
+        _Holders(mesh.group("dp"), "data-parallel", keys, layout.dp),
+        _Holders(mesh.group("sharding"), "sharding", plain, layout.sharding),
+        *(
+            _Holders(mesh.group("mp"), "model-parallel", alike, layout.mp // pieces)
+            for pieces, alike in sorted(by_pieces.items())
+            if pieces < layout.mp
+        ),
+        _Holders(mesh.tied_embedding_group if len(tied) == 1 else None, "pipeline", tied, 2),
     ]
 
 
-def _differing(group: ProcessGroup | None, axis: str, shards: list[Shard]) -> tuple[list[str], str]:
-    """Names of those that are not bitwise equal on all ranks of the group, and on which ranks."""
+def _differing(holders: _Holders, shards: list[Shard]) -> tuple[list[str], str]:
+    """Names of those that are not bitwise equal where they are held, and on which ranks."""
+    group = holders.group
     if group is None or not shards:
         return [], ""
     own = torch.tensor([_hash(shard.local) for shard in shards])
     all_hashes = torch.empty((group.size(), len(shards)), dtype=torch.int64)
     dist.all_gather(list(all_hashes.unbind()), own, group=group)
-    odd = all_hashes != all_hashes.mode(dim=0).values
+    together = all_hashes.view(-1, holders.neighbours, len(shards))
+    odd = (together != together.mode(dim=1, keepdim=True).values).view_as(all_hashes)
     names = [one.name for one, differs in zip(shards, odd.any(dim=0).tolist()) if differs]
-    return names, _whom(axis, dist.get_process_group_ranks(group), odd.any(dim=1).tolist())
+    ranks = dist.get_process_group_ranks(group)
+    return names, _whom(holders.axis, ranks, odd.any(dim=1).tolist())
 
 
 def _differing_here(

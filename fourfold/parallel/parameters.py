@@ -12,7 +12,6 @@ from torch import nn
 
 from fourfold.mesh import Mesh
 from fourfold.model import GPT, ParamTable
-from fourfold.model.params import split_range
 from fourfold.shards import Shard, is_sharded
 
 TIED_SUFFIX = "#tied"
@@ -58,8 +57,7 @@ def _offsets(table: ParamTable, name: str, parameter: nn.Parameter, mesh: Mesh) 
     row = table[name]
     offsets = [0] * len(row.shape)
     if row.split_dim is not None:
-        size = row.shape[row.split_dim]
-        offsets[row.split_dim] = split_range(size, mesh.coordinates["mp"], mesh.layout.mp)[0]
+        offsets[row.split_dim] = row.cut(mesh.coordinates["mp"], mesh.layout.mp)[0]
     if is_sharded(parameter):
         from fourfold.parallel.fsdp import offsets_of_shard
 
@@ -77,8 +75,8 @@ def _replica(table: ParamTable, key: str, mesh: Mesh, sharded: bool) -> tuple[in
             replica * layout.sharding + place["sharding"],
             replicas * layout.sharding,
         )
-    if row.split_dim is None:
-        replica, replicas = replica * layout.mp + place["mp"], replicas * layout.mp
+    alike = layout.mp // row.pieces(layout.mp)  # neighbours on the model axis
+    replica, replicas = replica * alike + place["mp"] % alike, replicas * alike
     if row.tied_to_head and layout.pp > 1:
         replica, replicas = replica + replicas * (key != row.name), replicas * 2
     return replica, replicas

@@ -31,8 +31,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fourfold.config.schema import ModelSection
-from fourfold.model.gpt import GELU, GPT, Attention, CoreAttention, LayerNorm, Linear
+from fourfold.config.model_section import ModelSection
+from fourfold.model.gpt import (
+    GELU,
+    GPT,
+    Activation,
+    Attention,
+    CoreAttention,
+    Gate,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 from fourfold.model.kernels import Scratch
 
 aten = torch.ops.aten
@@ -158,13 +168,15 @@ def _keep_operations(model: GPT, number: str, keep: Sequence[str], mp_degree: in
 
 
 def remake_cheap_outputs(model: GPT, *, norms: bool) -> None:
-    """Keep neither what GELU gives nor, with `norms`, what norms give: the next product's backward
-    pass makes it again from what these operations keep themselves.
+    """Keep neither what activations give nor, with `norms`, what norms give: the next product's
+    backward pass makes it again from what these operations keep themselves.
 
     That is three eighths of a layer's activations for a hundredth of its time on a CPU. The numbers
     are the same to the bit. Not for norms whose weights may be gone by then, in sharding stage 3.
     """
-    kinds = (GELU, LayerNorm) if norms else (GELU,)
+    kinds: tuple[type[nn.Module], ...] = (GELU, Activation, Gate)
+    if norms:
+        kinds = (*kinds, LayerNorm, RMSNorm)
     scratch = Scratch()
     for layer in model.layers.values():
         outputs = _Outputs()
@@ -172,7 +184,7 @@ def remake_cheap_outputs(model: GPT, *, norms: bool) -> None:
             if isinstance(module, GELU):
                 module.scratch = scratch
             if isinstance(module, kinds):
-                module.forward = outputs.noting(module.forward)  # type: ignore[method-assign,assignment]
+                module.forward = outputs.noting(module.forward)
         layer.forward = outputs.remade_in(layer.forward)
 
 
@@ -182,13 +194,13 @@ class _Outputs:
     def __init__(self) -> None:
         self.made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
-    def noting(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def noted(x: Tensor) -> Tensor:
-            y = forward(x)
+    def noting(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(*inputs: Tensor) -> Tensor:
+            y = forward(*inputs)
             if torch.is_grad_enabled():
-                dtype, given = y.dtype, x.detach()
+                dtype, given = y.dtype, [x.detach() for x in inputs]
                 # `y` is held until the layer is done: its memory must not become another's.
-                self.made[_memory(y)] = y, lambda: forward(given).to(dtype)
+                self.made[_memory(y)] = y, lambda: forward(*given).to(dtype)
             return y
 
         return noted
@@ -246,13 +258,13 @@ def apply_offload(model: GPT, copies: HostCopies) -> None:
 def _offloaded(
     layer: nn.Module, forward: Callable[..., Any], copies: HostCopies
 ) -> Callable[..., Any]:
-    def offloaded(x: Tensor, mask: Tensor | None = None, *given: Any) -> Any:
-        # Weights stay, and so does a mask, which all layers have in common.
+    def offloaded(x: Tensor, *given: Any) -> Any:
+        # Weights stay, and so do masks and rotations, which all layers have in common.
         staying = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
         shapes = {tuple(p.shape) for p in layer.parameters()}  # of casts of weights
         shapes |= {shape[::-1] for shape in shapes}
-        if mask is not None:
-            staying.add(mask.untyped_storage().data_ptr())
+        common = (one for one in given if isinstance(one, Tensor))
+        staying |= {one.untyped_storage().data_ptr() for one in common}
 
         def pack(tensor: Tensor) -> Tensor | HostCopy:
             size = tensor.numel() * tensor.itemsize
@@ -260,7 +272,7 @@ def _offloaded(
             return tensor if stays or size < copies.smallest else copies.take(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
-            return forward(x, mask, *given)
+            return forward(x, *given)
 
     return offloaded
 

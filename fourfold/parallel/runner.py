@@ -139,8 +139,8 @@ class Runner:
             self.precision.collect(self.parameters, self.masters)
         if self.replicas is not None:
             self.replicas.finish()
-        if self.sequence_parallel:
-            sum_across_model(self.table, self.masters, self.mesh)
+        if self.mesh.layout.mp > 1:
+            sum_across_model(self.table, self.masters, self.mesh, self.sequence_parallel)
         sum_tied(self.table, self.masters, self.mesh)
 
     def _dropout_seeds(self, step: int, micro_batches: int) -> list[int]:

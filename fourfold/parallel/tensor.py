@@ -21,8 +21,9 @@ Letters: B batch, T positions of one rank, D hidden, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fourfold.model import kernels
-from fourfold.model.gpt import GPT, CoreAttention, Head, Linear
+from fourfold.model.gpt import GPT, CoreAttention, Head, HeadNorm, Linear, Linears
 from fourfold.model.loss import Vocabulary, compute_dtype
-from fourfold.model.params import split_range
+from fourfold.model.params import Param, split_range
 from fourfold.model.seeds import seed_dropout
 from fourfold.parallel.shared_memory import all_gather, all_reduce, reduce_scatter, summed
 
@@ -59,8 +60,16 @@ def _style_of(
         return (
             VocabParallelHead(sequence_parallel, model.shape.vocab_size) if model.is_last else None
         )
+    if isinstance(module, Linears):
+        rows = {name: model.table[f"{path}.{name}.weight"] for name in module}
+        return ColumnParallels(sequence_parallel, rows)
+    if isinstance(module, HeadNorm):
+        row = model.table[f"{path}.weight"]
+        return None if row.split_dim is None else NormOfAllHeads(sequence_parallel, row)
     if not isinstance(module, nn.Linear | nn.Embedding):
         return None
+    if isinstance(model.get_submodule(path.rpartition(".")[0]), Linears):
+        return None  # cut together with its siblings
     row = model.table[f"{path}.weight"]
     if row.split_dim is None:
         return PositionEmbedding(sequence_parallel) if row.partial_gradient else None
@@ -76,10 +85,22 @@ class _Style(ParallelStyle):
         super().__init__()
         self.sequence_parallel = sequence_parallel
 
-    def cut(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> tuple[int, int]:
-        """Replace a parameter by this rank's slice of it; its range in the whole."""
+    def cut(
+        self,
+        module: nn.Module,
+        name: str,
+        dim: int,
+        mesh: DeviceMesh,
+        pieces: int | None = None,
+    ) -> tuple[int, int]:
+        """Replace a parameter by this rank's slice of it; its range in the whole.
+
+        Of fewer `pieces` than ranks, neighbours have the same.
+        """
         whole: Tensor = getattr(module, name)
-        start, stop = split_range(whole.shape[dim], mesh.get_local_rank(), mesh.size())
+        pieces = pieces or mesh.size()
+        place = mesh.get_local_rank() * pieces // mesh.size()
+        start, stop = split_range(whole.shape[dim], place, pieces)
         own = whole.data.narrow(dim, start, stop - start).clone()
         module.register_parameter(name, nn.Parameter(own))
         return start, stop
@@ -96,13 +117,61 @@ class ColumnParallel(_Style):
         group, whole_forward = device_mesh.get_group(), module.forward
 
         def of_own_positions(module: Linear, x: Tensor) -> Tensor:
-            y = gathered_linear(x, module.weight, module.bias if module.fused else None, group)
-            return y if module.fused or module.bias is None else y + module.bias.to(y.dtype)
+            return gathered_linear([module], x, group)[0]
 
         if self.sequence_parallel:
             module.forward = MethodType(of_own_positions, module)  # type: ignore[method-assign]
         else:
             module.forward = lambda x: whole_forward(copy_to_tp(x, group, False))  # type: ignore[method-assign]
+        return module
+
+
+class ColumnParallels(_Style):
+    """Several such layers of one input, which crosses over to them once."""
+
+    def __init__(self, sequence_parallel: bool, rows: Mapping[str, Param]) -> None:
+        super().__init__(sequence_parallel)
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Linears)
+        for name, row in self.rows.items():
+            layer, pieces = module[name], row.pieces(device_mesh.size())
+            self.cut(layer, "weight", 0, device_mesh, pieces)
+            if layer.bias is not None:
+                self.cut(layer, "bias", 0, device_mesh, pieces)
+        group, whole_forward = device_mesh.get_group(), module.forward
+
+        def of_own_positions(module: Linears, x: Tensor) -> list[Tensor]:
+            return gathered_linear([cast(Linear, one) for one in module.values()], x, group)
+
+        if self.sequence_parallel:
+            module.forward = MethodType(of_own_positions, module)  # type: ignore[method-assign]
+        else:
+            module.forward = lambda x: whole_forward(copy_to_tp(x, group, False))  # type: ignore[method-assign]
+        return module
+
+
+class NormOfAllHeads(_Style):
+    """A norm over all heads of a token, of which each rank has some."""
+
+    def __init__(self, sequence_parallel: bool, row: Param) -> None:
+        super().__init__(sequence_parallel)
+        self.row = row
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, HeadNorm)
+        degree, group = device_mesh.size(), device_mesh.get_group()
+        pieces = self.row.pieces(degree)
+        self.cut(module, "weight", 0, device_mesh, pieces)
+
+        def mean_square(x: Tensor) -> Tensor:
+            # Every head counts as often as there are ranks that have it, and the gradient of what
+            # a rank adds is the sum of all ranks' uses of the mean.
+            own = x.square().mean(dim=(1, 3), keepdim=True) / degree
+            return _SumBothWays.apply(own, group)
+
+        module.mean_square = mean_square  # type: ignore[method-assign]
         return module
 
 
@@ -211,7 +280,8 @@ class VocabParallelHead(_Style):
             given = whole_forward(x, weight, labels, *loss_terms)
             return given if labels is not None else _all_columns(given, ranges, group)
 
-        module.vocabulary, module.tied = VocabularyRows(ranges[rank][0], group), None
+        module.vocabulary = VocabularyRows(module.vocabulary, ranges[rank][0], group)
+        module.tied = None
         module.forward = forward  # type: ignore[assignment,method-assign]
         return module
 
@@ -230,7 +300,8 @@ def _all_columns(logits: Tensor, ranges: list[tuple[int, int]], group: ProcessGr
 class VocabularyRows(Vocabulary):
     """Probabilities where each rank has the logits of its own rows of the vocabulary."""
 
-    def __init__(self, first_row: int, group: ProcessGroup) -> None:
+    def __init__(self, whole: Vocabulary, first_row: int, group: ProcessGroup) -> None:
+        super().__init__(whole.softcap, whole.z_loss)
         self.first_row = first_row
         self.group = group
 
@@ -239,20 +310,20 @@ class VocabularyRows(Vocabulary):
     ) -> tuple[Tensor, Tensor]:
         return self._by_passes(logits, labels, weights.unsqueeze(1), trains)
 
-    def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def normalize(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         target = target - self.first_row
         foreign = (target < 0) | (target >= logits.shape[1])
         target = target.masked_fill(foreign, 0)
         largest = logits.amax(dim=1, keepdim=True)
         all_reduce(largest, self.group, dist.ReduceOp.MAX)
-        logits.sub_(largest)
         target_logit = logits.gather(1, target).masked_fill_(foreign, 0.0)
+        logits.sub_(largest)
         probabilities = logits.exp_()
         sums = torch.cat([probabilities.sum(dim=1, keepdim=True), target_logit], dim=1)  # (C, 2)
         all_reduce(sums, self.group)
         normaliser, target_logit = sums.split(1, dim=1)
         probabilities.div_(normaliser)
-        return normaliser.log() - target_logit, target, (~foreign).to(logits.dtype)
+        return normaliser.log() + largest, target_logit, target, (~foreign).to(logits.dtype)
 
 
 # -- collectives that autograd goes through -------------------------------------------------------
@@ -268,14 +339,23 @@ def reduce_from_tp(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> T
     return _Scatter.apply(x, group) if sequence_parallel else _Sum.apply(x, group)
 
 
-def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-    """`F.linear` of all positions, of which x (B, T, D) are this rank's: (B, T * ranks, O).
+def gathered_linear(layers: Sequence[Linear], x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Outputs of the layers at all positions, of which x (B, T, D) are this rank's: each
+    (B, T * ranks, O).
 
-    The same numbers as a gather and a linear layer after it, under autocast too.
+    The same numbers as a gather and linear layers after it, under autocast too.
     """
     dtype = compute_dtype(x.device, x.dtype)
-    given = (one if one is None else _not_a_leaf(one, dtype) for one in (weight, bias))
-    return _GatheredLinear.apply(x.view_as(x), *given, dtype, group)
+    weights = [_not_a_leaf(layer.weight, dtype) for layer in layers]
+    biases = [
+        _not_a_leaf(layer.bias, dtype) if layer.fused and layer.bias is not None else None
+        for layer in layers
+    ]
+    made = _GatheredLinear.apply(x.view_as(x), dtype, group, *weights, *biases)
+    return [
+        y if layer.fused or layer.bias is None else y + layer.bias.to(y.dtype)
+        for y, layer in zip(made, layers)
+    ]
 
 
 def _not_a_leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -287,39 +367,47 @@ def _not_a_leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        group: ProcessGroup,
-    ) -> Tensor:
-        own = x.to(dtype)
-        ctx.save_for_backward(own, weight)
-        ctx.group, ctx.dtype = group, x.dtype
-        return F.linear(_gathered(own, group), weight, bias)
+    """Of `given`, the first half are weights and the second their biases or None."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, group: ProcessGroup, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        own, count = x.to(dtype), len(given) // 2
+        weights, biases = given[:count], given[count:]
+        ctx.save_for_backward(own, *weights)
+        ctx.group, ctx.dtype = group, x.dtype
+        ctx.has_bias = [bias is not None for bias in biases]
+        whole = _gathered(own, group)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # A pipeline schedule that splits the backward pass comes here once for the gradient of x
         # and once for those of the weights, and only then are all positions needed.
         wanted = [
             node is not None and torch._C._will_engine_execute_node(node)
             for node, _ in ctx.next_functions
         ]
-        own, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, 1)  # (B * all T, O)
-        grad_x = grad_weight = grad_bias = None
+        own, *weights = ctx.saved_tensors
+        rows = [gradient.flatten(0, 1) for gradient in gradients]  # (B * all T, O) each
+        grad_x: Tensor | None = None
+        grad_weights: list[Tensor | None] = [None] * len(weights)
         if wanted[0]:
-            whole = rows.mm(weight).view(*gradient.shape[:2], -1)
+            whole = rows[0].mm(weights[0])
+            for row, weight in zip(rows[1:], weights[1:]):
+                whole.addmm_(row, weight)
+            whole = whole.view(*gradients[0].shape[:2], -1)
             grad_x = _scattered(whole.to(ctx.dtype), ctx.group)
-        if wanted[1]:
-            grad_weight = rows.t().mm(_gathered(own, ctx.group).flatten(0, 1))
-        if len(wanted) > 2 and wanted[2]:
-            grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
+        if any(wanted[1 : 1 + len(weights)]):
+            inputs = _gathered(own, ctx.group).flatten(0, 1)
+            grad_weights = [row.t().mm(inputs) for row in rows]
+        asked = iter(wanted[1 + len(weights) :])  # biases that are not None
+        grad_biases = [
+            row.sum(0) if has_bias and next(asked) else None
+            for row, has_bias in zip(rows, ctx.has_bias)
+        ]
+        return grad_x, None, None, *grad_weights, *grad_biases
 
 
 class _SumGradient(torch.autograd.Function):
@@ -341,6 +429,19 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _SumBothWays(torch.autograd.Function):
+    """A sum that every rank goes on with in its own way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed(gradient, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):

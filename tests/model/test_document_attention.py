@@ -130,7 +130,8 @@ def test_the_default_is_torchs_causal_path(
     def causal(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         nonlocal calls
         calls += 1
-        assert options == {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}
+        plain = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "enable_gqa": False}
+        assert options == plain
         return attend(q, k, v, is_causal=True)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", causal)
@@ -144,8 +145,8 @@ def test_all_layers_share_one_mask(tiny_model: GPT, monkeypatch: pytest.MonkeyPa
     batch, masks = packed_batch(), []
     monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
 
-    def recorded(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        masks.append(document_mask(document_ids, dtype))
+    def recorded(document_ids: Tensor, dtype: torch.dtype, window: None) -> Tensor:
+        masks.append(document_mask(document_ids, dtype, window))
         return masks[-1]
 
     monkeypatch.setattr("fourfold.model.gpt.document_mask", recorded)

@@ -79,7 +79,7 @@ class ParallelBlock(nn.Module):
         self.think = Linear(width, wide, fused=True, bias=False)
         self.write = Linear(wide, width, fused=True, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
         seen = self.before(x)
         qkv = self.look(seen)
         B, T, _ = qkv.shape
