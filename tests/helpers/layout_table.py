@@ -35,6 +35,72 @@ DROPOUT = ("Model.hidden_dropout_prob=0.2",)
 DOCUMENTS = ("Data.dataset.reset_attention_mask=True", "Data.dataset.reset_position_ids=True")
 
 
+# Networks of other families than GPT-2, each small; between them every option of the block.
+_ROTARY = "Model.position_embedding=rotary"
+NETWORKS = {
+    "llama": (
+        _ROTARY,
+        "Model.rope_scaling.type=llama3",
+        "Model.rope_scaling.factor=4",
+        "Model.rope_scaling.original_max_position_embeddings=16",
+        "Model.normalization=RMSNorm",
+        "Model.activation=swiglu",
+        "Model.bias=none",
+        "Model.num_key_value_heads=2",
+        "Model.tie_word_embeddings=False",
+    ),
+    "qwen2": (
+        _ROTARY,
+        "Model.normalization=RMSNorm",
+        "Model.activation=swiglu",
+        "Model.bias=qkv",
+        "Model.num_key_value_heads=1",
+        "Model.sliding_window=5",
+        "Model.sliding_window_layers=[1, 2]",
+    ),
+    "qwen3": (
+        _ROTARY,
+        "Model.rope_scaling.type=yarn",
+        "Model.rope_scaling.factor=4",
+        "Model.normalization=RMSNorm",
+        "Model.activation=swiglu",
+        "Model.bias=none",
+        "Model.num_key_value_heads=2",
+        "Model.head_dim=24",
+        "Model.qk_norm=per_head",
+    ),
+    "olmo2": (
+        _ROTARY,
+        "Model.normalization=RMSNorm",
+        "Model.norm_placement=post",
+        # At 0.02 blocks this narrow give next to nothing, and the norm behind them mostly epsilon.
+        "Model.initializer_range=0.1",
+        "Model.qk_norm=all_heads",
+        "Model.num_key_value_heads=1",
+        "Model.activation=swiglu",
+        "Model.bias=none",
+        "Model.tie_word_embeddings=False",
+    ),
+    "neox": (
+        _ROTARY,
+        "Model.partial_rotary_factor=0.25",
+        "Model.parallel_residual=True",
+        "Model.activation=gelu",
+        "Model.tie_word_embeddings=False",
+    ),
+    "other": (
+        "Model.position_embedding=none",
+        "Model.qk_norm=per_head",
+        "Model.activation=relu_squared",
+        "Model.logit_softcap=8",
+        "Model.z_loss=1.0e-3",
+        "Model.embedding_scale=4",
+        "Model.logit_scale=0.5",
+        "Model.attention_scale=0.2",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A layout in words such as "dp2 pp2 mp2 sp zbv", under settings that change the numbers."""
@@ -45,13 +111,14 @@ class Case:
     dtype: str = "float32"
     level: str | None = None
     quick: bool = False
+    network: str | None = None  # of `NETWORKS`, in place of GPT-2
 
     @property
     def name(self) -> str:
         told = [SECTIONS.sub("", setting) for setting in (*self.settings, *self.extras)]
         if self.dtype != "float32":
             told.append(f"{self.dtype} {self.level}" if self.level else self.dtype)
-        return ", ".join([self.layout, *told])
+        return ", ".join([self.layout, *([self.network] if self.network else []), *told])
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -89,7 +156,7 @@ class Case:
 
     def shared(self) -> list[str]:
         """What the reference has too."""
-        given = list(self.settings)
+        given = [*(NETWORKS[self.network] if self.network else ()), *self.settings]
         if self.dtype in ("bfloat16", "float16"):
             given.append(f"Engine.mix_precision.dtype={self.dtype}")
         if self.level:
@@ -208,4 +275,47 @@ CASES = [
     Case("sh2 stage3 mp2 sp", dtype="float16", level="O2"),
     Case("pp2 sh2 stage2", dtype="float16", level="O1"),
     Case("pp2 mp2 sp", extras=recompute("ops"), dtype="float16", level="O2"),
+    # Other networks.
+    Case("mp4 sp", network="llama", quick=True),
+    Case("mp4", network="llama"),
+    Case("mp2", network="llama"),
+    Case("mp4", ("Model.num_key_value_heads=1",), network="llama"),
+    Case("mp4 sp", ("Model.num_key_value_heads=1",), network="llama"),
+    Case("mp4 sp", ("Model.num_key_value_heads=4",), network="llama"),
+    Case("dp2", network="llama"),
+    Case("pp2", network="llama"),
+    Case("pp2 interleaved", network="llama"),
+    Case("pp2 zbv mp2 sp", network="llama"),
+    Case("sh2 stage3", network="llama", quick=True),
+    Case("sh2 mp4", network="llama"),
+    Case("sh2 stage3 mp4 sp", network="llama"),
+    Case("pp2 sh2 stage2", network="llama"),
+    Case("dp2 pp2 mp2", network="llama"),
+    Case("pp2 mp2 sp", DOCUMENTS, network="llama"),
+    Case("mp2 sp", extras=recompute("full"), network="llama"),
+    Case("mp2 sp", extras=recompute("ops"), network="llama"),
+    Case("pp2 mp2 sp", dtype="bfloat16", level="O2", network="llama"),
+    Case("sh2 stage3 mp2", dtype="bfloat16", level="O1", network="llama"),
+    Case("pp2 mp2", dtype="float16", level="O2", network="llama"),
+    Case("mp2 sp", extras=("Engine.graph_mode=static",), network="llama"),
+    Case("mp4 sp", dtype="float64", network="llama"),
+    Case("mp2", network="qwen2"),
+    Case("mp4 sp", network="qwen2"),
+    Case("sh2 stage3 mp2 sp", network="qwen2"),
+    Case("pp2 mp2 sp", DOCUMENTS, network="qwen2", quick=True),
+    Case("mp4 sp", network="qwen3"),
+    Case("mp4", network="qwen3"),
+    Case("pp2 sh2 stage3 mp2 sp", network="qwen3", quick=True),
+    Case("dp2 mp2", network="qwen3"),
+    Case("mp4 sp", network="olmo2", quick=True),
+    Case("mp2", network="olmo2"),
+    Case("mp4", dtype="float64", network="olmo2"),
+    Case("pp2 sh2 mp2", network="olmo2"),
+    Case("mp2 sp", network="neox"),
+    Case("pp2 zbv", network="neox"),
+    Case("sh2 stage3 mp2", network="neox"),
+    Case("mp4 sp", network="other"),
+    Case("mp2 sp", ODD_VOCABULARY, network="other"),
+    Case("pp2 sh2 stage3", network="other"),
+    Case("dp2 pp2 mp2", network="other"),
 ]
