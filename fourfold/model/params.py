@@ -86,6 +86,7 @@ class Param:
     init_std: float = 0.0
     split_dim: int | None = None  # the dimension model parallelism cuts; None: every rank has all
     weight_decay: bool = True
+    lr_scale: float = 1.0  # of the learning rate, under muP
     # Under sequence parallelism it is applied to a rank's own positions only, so that the ranks'
     # gradients add up to the whole one.
     partial_gradient: bool = False
