@@ -380,17 +380,16 @@ def tensors_to_load(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
 @torch.no_grad()
 def sync_tied_copy(runner: Runner, optimizer: Optimizer) -> None:
     """After a load: update what was not filled from what was."""
-    moments = optimizer.named_moments()
     for copy, original in runner.tied_copies.items():
-        for moment in optimizer.MOMENTS:
-            moments[f"{copy}.{moment}"].copy_(moments[f"{original}.{moment}"])
+        copies = optimizer.moments(copy)
+        for moment, values in optimizer.moments(original).items():
+            copies[moment].copy_(values)
     runner.after_load()
 
 
 def _shards(runner: Runner, optimizer: Optimizer) -> Iterator[tuple[str, str, Shard]]:
     """Everything of the run that is a tensor: the key it is held under, its name, and it."""
-    moments = optimizer.named_moments()
     for key, shard in runner.shards.items():
         yield key, f"model.{shard.name}", shard
-        for moment in optimizer.MOMENTS:
-            yield key, f"optim.{shard.name}.{moment}", shard.of(moments[f"{key}.{moment}"])
+        for moment, values in optimizer.moments(key).items():
+            yield key, f"optim.{shard.name}.{moment}", shard.of(values)

@@ -1,107 +1,48 @@
-"""AdamW as the documents configure it, the learning-rate schedule, and dynamic loss scaling.
+"""`Optimizer`: AdamW as the documents configure it, and beside it, if asked for, Muon.
 
-`lr_at` is a pure function of the step: nothing of the schedule is saved or restored. `Optimizer`
-owns the moments and returns them by parameter name, so a checkpoint does not know how they were
-laid out.
+With Muon the matrices of the layers are Muon's (`fourfold/optim/muon.py`) and everything else,
+embeddings, head, norms and biases, is AdamW's. Each parameter's learning rate is the schedule's
+times the `lr_scale` of its row in the table of parameters.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fourfold.config import Config
-from fourfold.config.batch_schedule import BatchSchedule
+from fourfold.device import is_cpu
+from fourfold.optim.muon import Muon, MuonOptions, exchange_between
+from fourfold.parallel import Runner
 from fourfold.shards import local
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Linear warm-up to `max_lr`, then down to `min_lr` at `decay`, constant after.
-
-    `warmup` and `decay` are steps, as FleetX counts them; with a batch schedule they are samples,
-    as Megatron does, and a step's rate follows the samples read before it.
-    """
-
-    max_lr: float
-    min_lr: float
-    warmup: float
-    decay: float
-    style: Literal["cosine", "linear", "constant"] = "cosine"
-    batch_schedule: BatchSchedule | None = None
-
-    def lr_at(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 1."""
-        now = step if self.batch_schedule is None else self.batch_schedule.consumed(step - 1)
-        if self.warmup > 0 and now <= self.warmup:
-            return self.max_lr * now / self.warmup
-        if self.style == "constant":
-            return self.max_lr
-        if now > self.decay:
-            return self.min_lr
-        done = (now - self.warmup) / (self.decay - self.warmup)
-        left = 1 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1)
-        return self.min_lr + left * (self.max_lr - self.min_lr)
-
-
-def build_schedule(config: Config) -> Schedule:
-    lr = config.Optimizer.lr
-    if lr.decay_samples is not None:
-        warmup, decay, batches = lr.warmup_samples or 0.0, lr.decay_samples, config.batch_schedule
-    else:
-        warmup, decay, batches = lr.warmup_rate * lr.decay_steps, lr.decay_steps, None
-    return Schedule(lr.max_lr, lr.min_lr, warmup, decay, lr.decay_style, batches)
-
-
-@dataclass
-class LossScale:
-    """Dynamic loss scaling for fp16: halved on overflow, doubled after a thousand good steps."""
-
-    value: float
-    good_steps: int = 0
-
-    GROWTH_INTERVAL = 1000
-    SMALLEST = 1.0
-
-    def update(self, overflowed: bool) -> None:
-        if overflowed:
-            self.value = max(self.value / 2, self.SMALLEST)
-            self.good_steps = 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.GROWTH_INTERVAL:
-            self.value *= 2
-            self.good_steps = 0
-
-    @property
-    def exhausted(self) -> bool:
-        """An overflow at the smallest scale: lowering the scale cannot help."""
-        return self.value <= self.SMALLEST
 
 
 @dataclass
 class ParamGroup:
-    """Parameters that share a weight decay, with Adam's state of each."""
+    """Parameters that share weight decay and learning rate, with Adam's state of each."""
 
     parameters: list[torch.nn.Parameter]
     weight_decay: float
+    lr_scale: float  # of the schedule's learning rate
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
     steps: list[Tensor]
 
     @classmethod
-    def of(cls, parameters: list[torch.nn.Parameter], weight_decay: float) -> ParamGroup:
+    def of(
+        cls, parameters: list[torch.nn.Parameter], weight_decay: float, lr_scale: float = 1.0
+    ) -> ParamGroup:
         """The moments exist from the start, so that loading has somewhere to put them."""
         held = [local(p.data) for p in parameters]
         return cls(
             parameters,
             weight_decay,
+            lr_scale,
             exp_avg=[torch.zeros_like(tensor) for tensor in held],
             exp_avg_sq=[torch.zeros_like(tensor) for tensor in held],
             steps=[torch.zeros((), dtype=torch.float32, device=tensor.device) for tensor in held],
@@ -113,13 +54,11 @@ class ParamGroup:
 
 
 class Optimizer:
-    """AdamW over named fp32 parameters, with the clip folded into the update.
+    """AdamW over named fp32 parameters, with the clip folded into the update, and Muon.
 
-    With `tensor_fusion` each decay group is one flat tensor: parameters, gradients and moments
-    become views of it, and the update is two long loops instead of hundreds of short ones.
+    With `tensor_fusion` each group is one flat tensor: parameters, gradients and moments become
+    views of it, and the update is two long loops instead of hundreds of short ones.
     """
-
-    MOMENTS = ("exp_avg", "exp_avg_sq")  # its state of a parameter, each of the parameter's shape
 
     def __init__(
         self,
@@ -131,19 +70,31 @@ class Optimizer:
         epsilon: float,
         grad_clip: float,
         tensor_fusion: bool = False,
+        lr_scales: Mapping[str, float] | None = None,
+        muon: Muon | None = None,
     ) -> None:
-        """`decayed` are the keys of those that weight decay applies to."""
+        """`decayed` are the keys of those that weight decay applies to; `muon` updates the
+        matrices it was made with, which are among the parameters."""
         self.parameters = parameters
         self.betas = betas
         self.epsilon = epsilon
         self.grad_clip = grad_clip
         self.tensor_fusion = tensor_fusion
+        self.muon = muon
         self.updates = 0
-        decays = [p for name, p in parameters.items() if name in decayed]
-        spared = [p for name, p in parameters.items() if name not in decayed]
-        if tensor_fusion:
-            decays, spared = [_flatten(decays)], [_flatten(spared)]
-        self.groups = [ParamGroup.of(decays, weight_decay), ParamGroup.of(spared, 0.0)]
+        alike: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            if muon is None or name not in muon.matrices:
+                scale = 1.0 if lr_scales is None else lr_scales.get(name, 1.0)
+                alike.setdefault((name in decayed, scale), []).append(parameter)
+        self.groups = [
+            ParamGroup.of(
+                [_flatten(members)] if tensor_fusion else members,
+                weight_decay if decays else 0.0,
+                scale,
+            )
+            for (decays, scale), members in alike.items()
+        ]
 
     @torch.no_grad()
     def update(
@@ -182,11 +133,13 @@ class Optimizer:
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
-                lr=learning_rate,
+                lr=learning_rate * group.lr_scale,
                 weight_decay=group.weight_decay,
                 eps=self.epsilon,
                 maximize=False,
             )
+        if self.muon is not None:
+            self.muon.update(learning_rate, divisor, found_inf)
         self.updates += 1
 
     def zero_grad(self) -> None:
@@ -197,16 +150,23 @@ class Optimizer:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
+        if self.muon is not None:
+            for key in self.muon.matrices:
+                self.parameters[key].grad = None
 
     def named_moments(self) -> dict[str, Tensor]:
-        """`<parameter>.<moment>` for every parameter and each of `MOMENTS`, as views."""
-        moments: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            for key, moment in self._moments(parameter).items():
-                moments[f"{name}.{key}"] = moment
-        return moments
+        """`<parameter>.<moment>` for every parameter and each of its `moments`, as views."""
+        return {
+            f"{key}.{name}": moment
+            for key in self.parameters
+            for name, moment in self.moments(key).items()
+        }
 
-    def _moments(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    def moments(self, key: str) -> dict[str, Tensor]:
+        """The state of one parameter, by torch's names: AdamW's two, Muon's one."""
+        if self.muon is not None and key in self.muon.matrices:
+            return {"momentum_buffer": self.muon.momentum[key]}
+        parameter = self.parameters[key]
         for group in self.groups:
             for owner, first, second in zip(group.parameters, group.exp_avg, group.exp_avg_sq):
                 if owner is parameter:
@@ -260,17 +220,50 @@ def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:
     return flat
 
 
-def build_optimizer(
-    config: Config, masters: dict[str, torch.nn.Parameter], decayed: Collection[str]
-) -> Optimizer:
-    """The configured optimizer over the fp32 weights of this rank; `decayed` as in `Optimizer`."""
+def build_optimizer(config: Config, runner: Runner) -> Optimizer:
+    """The configured optimizer over the fp32 weights of this rank; a collective."""
     section = config.Optimizer
+    decayed = runner.decayed()
+    rows = {key: runner.table[shard.name] for key, shard in runner.shards.items()}
+    lr_scales = {key: row.lr_scale for key, row in rows.items()}
+    muon = None
+    if section.name == "Muon":
+        matrices = {
+            key: shard
+            for key, shard in runner.shards.items()
+            if rows[key].is_matrix and rows[key].in_every_layer
+        }
+        muon = Muon(
+            matrices,
+            _muon_options(config),
+            lr_scales=lr_scales,
+            spared=frozenset(matrices.keys() - decayed),
+            exchange=exchange_between(
+                matrices, runner.table, runner.mesh, sharded=runner.sharding is not None
+            ),
+        )
     return Optimizer(
-        masters,
+        runner.masters,
         decayed=decayed,
         weight_decay=section.weight_decay,
         betas=(section.adam_beta1, section.adam_beta2),
         epsilon=section.adam_epsilon,
         grad_clip=section.grad_clip,
         tensor_fusion=config.Fused.tensor_fusion,
+        lr_scales=lr_scales,
+        muon=muon,
+    )
+
+
+def _muon_options(config: Config) -> MuonOptions:
+    section, peak = config.Optimizer.muon, config.Optimizer.lr.max_lr
+    in_bf16 = section.iterates_in(on_cpu=is_cpu(config.Global.device)) == "bfloat16"
+    return MuonOptions(
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        weight_decay=section.weight_decay,
+        ns_steps=section.ns_steps,
+        adjust_lr_fn=section.adjust_lr_fn,
+        lr_ratio=1.0 if section.lr is None else section.lr / peak,
+        iterates_in=torch.bfloat16 if in_bf16 else None,
     )

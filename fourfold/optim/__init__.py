@@ -1,0 +1,11 @@
+"""The optimizer's side of a step: AdamW, Muon, the average of weights, the learning rate.
+
+`lr_at` is a pure function of the step: nothing of the schedule is saved or restored. `Optimizer`
+owns the moments and returns them by parameter name, so a checkpoint does not know how they were
+laid out.
+"""
+
+from fourfold.optim.optimizer import Optimizer, build_optimizer
+from fourfold.optim.schedule import LossScale, Schedule, build_schedule
+
+__all__ = ["LossScale", "Optimizer", "Schedule", "build_optimizer", "build_schedule"]
