@@ -70,9 +70,10 @@ def test_shipped_file_comments_every_key(path: Path) -> None:
             assert above.lstrip().startswith("#"), line
 
 
-def test_seven_files_are_shipped() -> None:
+def test_eight_files_are_shipped() -> None:
     assert {str(path.relative_to(ROOT / "configs" / "gpt")) for path in SHIPPED} == {
         "quickstart.yaml",
+        "quickstart_gpt2.yaml",
         "single/configs_345m_single_card.yaml",
         "single/configs_1.3B_single_card.yaml",
         "hybrid_parallel/configs_1.3B_dp8.yaml",
@@ -86,6 +87,7 @@ def test_seven_files_are_shipped() -> None:
     ("name", "world_size", "global_batch", "accumulate"),
     [
         ("quickstart.yaml", 1, 16, 2),
+        ("quickstart_gpt2.yaml", 1, 16, 2),
         ("single/configs_345m_single_card.yaml", 1, 8, 1),
         ("single/configs_1.3B_single_card.yaml", 1, 8, 1),
         ("hybrid_parallel/configs_1.3B_dp8.yaml", 8, 64, 1),
