@@ -181,7 +181,7 @@ def remake_cheap_outputs(model: GPT, *, norms: bool) -> None:
     for layer in model.layers.values():
         outputs = _Outputs()
         for module in layer.modules():
-            if isinstance(module, GELU):
+            if isinstance(module, GELU | Gate):
                 module.scratch = scratch
             if isinstance(module, kinds):
                 module.forward = outputs.noting(module.forward)
