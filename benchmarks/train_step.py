@@ -366,8 +366,8 @@ def report(
     instructions = ", AVX2 only" if options.avx2 else ""
     print(f"{processor()}{instructions}, {options.threads} threads, torch {torch.__version__}")
     print(
-        f"{options.family} {options.size}, {size.batch} x {size.seq} tokens a step, attention dropout "
-        f"{options.dropout:g}, medians of {options.rounds} x {options.steps} steps\n"
+        f"{options.family} {options.size}, {size.batch} x {size.seq} tokens a step, attention "
+        f"dropout {options.dropout:g}, medians of {options.rounds} x {options.steps} steps\n"
     )
     print(
         "| variant | of best transformers | the same format | of matmul bound | tokens/s "

@@ -82,6 +82,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if kernels.usable(x.device, x.dtype):
+            assert self.eps is not None, "`norm_of` gives one"
             dtype = compute_dtype(x.device, x.dtype)
             return kernels.rms_norm(x, self.weight, self.eps, dtype)
         if not x.is_cpu or x.dtype.itemsize >= 4:
@@ -122,7 +123,7 @@ class CoreAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if is_starts(mask) or (mask is None and kernels.usable(q.device, q.dtype)):
             return kernels.causal_attention(
-                q, k, v, mask, dropout, self.first_head, turns=turns, scale=self.scale
+                q, k, v, mask, dropout, self.first_head, turns, self.scale
             )
         if turns is not None:
             q, k = rotate(q, turns), rotate(k, turns)

@@ -169,7 +169,6 @@ def causal_attention(
     starts: Tensor | None,
     dropout: float,
     first_head: int = 0,
-    *,
     turns: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -491,9 +490,7 @@ def _gate_out(gate: Tensor, up: Tensor, silu: bool, y: Tensor) -> None:
     _rows_library().gate_forward(size, *map(_address, (gate, up, y)), silu, low)
 
 
-def _gate_backward(
-    gradient: Tensor, gate: Tensor, up: Tensor, silu: bool
-) -> tuple[Tensor, Tensor]:
+def _gate_backward(gradient: Tensor, gate: Tensor, up: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
     gradient, gate, up = (one.contiguous() for one in (gradient, gate, up))
     made = torch.empty_like(gate), torch.empty_like(up)
     low = gate.dtype == torch.bfloat16

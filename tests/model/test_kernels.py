@@ -105,9 +105,7 @@ def test_shared_keys_rotary_positions_and_windows_are_torchs(
     q, k, v = (one.transpose(1, 2) for one in exact)
     if turns is not None:
         q, k = (rotate(one, turns.double()) for one in (q, k))
-    expected = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
-    )
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     upstream = torch.randn(out.shape, generator=generator).to(dtype)
     made = torch.autograd.grad(out, ours, upstream)
     wanted = torch.autograd.grad(expected, exact, upstream.double())
@@ -311,9 +309,7 @@ def test_tensors_without_memory_have_the_shapes_of_those_with() -> None:
     norm = (torch.randn(40, dtype=torch.bfloat16), 1e-5, torch.bfloat16)
     torch.library.opcheck(operations.rms_norm, (x, *norm), test_utils=checks)
     y, inverse = operations.rms_norm(x, *norm)
-    torch.library.opcheck(
-        operations.rms_norm_backward, (y, x, norm[0], inverse), test_utils=checks
-    )
+    torch.library.opcheck(operations.rms_norm_backward, (y, x, norm[0], inverse), test_utils=checks)
     for name, gradient in ((operations.gate, ()), (operations.gate_backward, (gate,))):
         torch.library.opcheck(name, (*gradient, gate, gate + 1, True), test_utils=checks)
     torch.library.opcheck(
