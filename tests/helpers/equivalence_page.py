@@ -40,11 +40,12 @@ order of additions already moves the last digits; their two bounds are of losses
 gradients and weights.
 
 The network is GPT-2's unless a row names another: `llama` (rotary positions stretched by Llama 3's
-rule, RMSNorm, SwiGLU, two key-value heads, a head of its own, no biases), `qwen2` (biases of queries,
-keys and values, one key-value head, a sliding window in two layers), `qwen3` (a norm of each head,
-heads wider than hidden over heads, yarn), `olmo2` (norms after the blocks and over all heads), `neox`
-(a quarter rotated, parallel residual, exact GELU), `other` (no positions, squared ReLU, soft-capped
-logits, z-loss, scales). With more model-parallel ranks than key-value heads, ranks share them.
+rule, RMSNorm, SwiGLU, two key-value heads, a head of its own, no biases), `qwen2` (biases of
+queries, keys and values, one key-value head, a sliding window in two layers), `qwen3` (a norm of
+each head, heads wider than hidden over heads, yarn), `olmo2` (norms after the blocks and over all
+heads), `neox` (a quarter rotated, parallel residual, exact GELU), `other` (no positions, squared
+ReLU, soft-capped logits, z-loss, scales). With more model-parallel ranks than key-value heads,
+ranks share them.
 
 `make equivalence` runs the table and writes this page; `make test` runs a third of it,
 `make test-all` all of it. Measured on 2 Xeon cores with torch 2.13.0.

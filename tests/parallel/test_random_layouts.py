@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 from helpers.equivalence_page import Row
-from helpers.layout_table import DOCUMENTS, SCHEDULES, Case, micro, recompute
+from helpers.layout_table import DOCUMENTS, NETWORKS, SCHEDULES, Case, micro, recompute
 from helpers.ranks import on_ranks
 from helpers.tiny_text_run import sentences
 from helpers.traces import SAVED_STEP, Workshop, deviation, relative, whole
@@ -58,6 +58,7 @@ SHARED = {
     "growing batch": ("Data.batch_size.rampup=[8,8,24]",),
     "clipped": ("Optimizer.grad_clip=0.1",),
     "not clipped": ("Optimizer.grad_clip=0",),
+    **NETWORKS,
 }
 # What must change nothing.
 EXTRAS = {
@@ -81,6 +82,7 @@ RIVALS = [
     {"five layers", "eight layers"},
     {"documents", "documents apart"},
     {"clipped", "not clipped"},
+    {*NETWORKS},
     {"micro 2", "micro 4", "hidden dropout", "attention dropout"},
     {name for name in EXTRAS if name.startswith("recompute")},
 ]
