@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fourfold.config import Config
+from fourfold.config.schema import default_ns_dtype
+from fourfold.cost.workload import is_muons
 from fourfold.device import is_cpu
+from fourfold.optim.ema import EMA
 from fourfold.optim.muon import Muon, MuonOptions, exchange_between
 from fourfold.parallel import Runner
 from fourfold.shards import local
@@ -72,6 +75,7 @@ class Optimizer:
         tensor_fusion: bool = False,
         lr_scales: Mapping[str, float] | None = None,
         muon: Muon | None = None,
+        ema: EMA | None = None,
     ) -> None:
         """`decayed` are the keys of those that weight decay applies to; `muon` updates the
         matrices it was made with, which are among the parameters."""
@@ -81,6 +85,7 @@ class Optimizer:
         self.grad_clip = grad_clip
         self.tensor_fusion = tensor_fusion
         self.muon = muon
+        self.ema = ema
         self.updates = 0
         alike: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
         for name, parameter in parameters.items():
@@ -141,6 +146,8 @@ class Optimizer:
         if self.muon is not None:
             self.muon.update(learning_rate, divisor, found_inf)
         self.updates += 1
+        if self.ema is not None:
+            self.ema.update(self.updates, found_inf)
 
     def zero_grad(self) -> None:
         """Clear the gradients; flat ones are views that must stay in place."""
@@ -228,11 +235,7 @@ def build_optimizer(config: Config, runner: Runner) -> Optimizer:
     lr_scales = {key: row.lr_scale for key, row in rows.items()}
     muon = None
     if section.name == "Muon":
-        matrices = {
-            key: shard
-            for key, shard in runner.shards.items()
-            if rows[key].is_matrix and rows[key].in_every_layer
-        }
+        matrices = {key: shard for key, shard in runner.shards.items() if is_muons(rows[key])}
         muon = Muon(
             matrices,
             _muon_options(config),
@@ -252,12 +255,13 @@ def build_optimizer(config: Config, runner: Runner) -> Optimizer:
         tensor_fusion=config.Fused.tensor_fusion,
         lr_scales=lr_scales,
         muon=muon,
+        ema=None if section.ema_decay is None else EMA(runner.shards, section.ema_decay),
     )
 
 
 def _muon_options(config: Config) -> MuonOptions:
     section, peak = config.Optimizer.muon, config.Optimizer.lr.max_lr
-    in_bf16 = section.iterates_in(on_cpu=is_cpu(config.Global.device)) == "bfloat16"
+    dtype = section.ns_dtype or default_ns_dtype(on_cpu=is_cpu(config.Global.device))
     return MuonOptions(
         momentum=section.momentum,
         nesterov=section.nesterov,
@@ -265,5 +269,5 @@ def _muon_options(config: Config) -> MuonOptions:
         ns_steps=section.ns_steps,
         adjust_lr_fn=section.adjust_lr_fn,
         lr_ratio=1.0 if section.lr is None else section.lr / peak,
-        iterates_in=torch.bfloat16 if in_bf16 else None,
+        iterates_in=torch.bfloat16 if dtype == "bfloat16" else None,
     )

@@ -67,12 +67,12 @@ def _remaining(done: float, style: WsdStyle) -> float:
     return 0.5 * (math.cos(math.pi * done) + 1)
 
 
-def build_schedule(config: Config, batches: BatchSchedule | None = None) -> Schedule:
-    """`batches` are those of the run, where it was resumed with another batch than configured."""
+def build_schedule(config: Config) -> Schedule:
+    """In samples if the configuration gives a length in samples, else in steps."""
     lr = config.Optimizer.lr
     if lr.decay_samples is not None:
         warmup, decay, wsd = lr.warmup_samples or 0.0, lr.decay_samples, lr.wsd_decay_samples
-        counted = config.batch_schedule if batches is None else batches
+        counted = config.batch_schedule
     else:
         warmup, decay, wsd = lr.warmup_rate * lr.decay_steps, lr.decay_steps, lr.wsd_decay_steps
         counted = None
