@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.optim import optimizer as optimizer_module
 from fourfold.optim import LossScale, Optimizer, Schedule
+from fourfold.optim import optimizer as optimizer_module
 from fourfold.optim.muon import AdjustLr, Muon, MuonOptions, orthogonalize
 from fourfold.shards import Shard
 

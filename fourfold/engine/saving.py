@@ -1,8 +1,8 @@
 """Saving and resuming a run: what is written, what is checked when it is read.
 
 Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
-checkpoint restores is short: weights, moments, averages, the loss scale, one integer, and what a mixture
-whose weights may change has served of each source.
+checkpoint restores is short: weights, moments, averages, the loss scale, two integers (steps and
+samples), and what a mixture whose weights may change has served of each source.
 """
 
 from __future__ import annotations
