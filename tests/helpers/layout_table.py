@@ -229,6 +229,7 @@ CASES = [
     Case("dp2 pp2 mp2", MUON),
     Case("dp2 pp2 sh2 mp2 sp", MUON),
     Case("pp2 interleaved", (*MUON, *FIVE_LAYERS)),
+    Case("dp2 sh2 stage3", MUON, extras=("Optimizer.ema_decay=0.9",)),
     Case("sh4 stage3", (*MUON, "Model.hidden_size=36", "Model.num_attention_heads=6")),
     Case("dp2", (*MUON, "Optimizer.muon.lr=2.0e-3", "Optimizer.muon.nesterov=False")),
     Case("pp2 sh2 stage3", MUON, dtype="float64"),
