@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.config.batch_schedule import BatchSchedule
-from fourfold.optim import LossScale, Optimizer, Schedule
+from fourfold.optim import EMA, LossScale, Optimizer, Schedule
 from fourfold.optim import optimizer as optimizer_module
-from fourfold.optim.ema import EMA
 from fourfold.optim.muon import AdjustLr, Muon, MuonOptions, orthogonalize
 from fourfold.optim.schedule import WsdStyle
 from fourfold.shards import Shard

@@ -277,7 +277,7 @@ def resume(run: Engine) -> Restored | None:
     told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
     if told is None:
         return None
-    source = Source(**json.loads(told))
+    source = SavedRun(**json.loads(told))
     restored = _take_weights(run, source) if source.weights_only else _continue(run, source)
     sync_tied_copy(run.runner, run.optimizer)
     if run.optimizer.ema is not None and not source.has_ema:
@@ -287,7 +287,7 @@ def resume(run: Engine) -> Restored | None:
 
 
 @dataclass(frozen=True)
-class Source:
+class SavedRun:
     """The checkpoint that would be resumed, and what its tensors are of."""
 
     where: str
@@ -296,7 +296,7 @@ class Source:
     has_ema: bool = False
 
 
-def _choose(run: Engine) -> Source | None:
+def _choose(run: Engine) -> SavedRun | None:
     try:
         found = _source(run.config, run.output_dir)
         return None if found is None else _describe(found)
@@ -304,22 +304,22 @@ def _choose(run: Engine) -> Source | None:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
 
 
-def _describe(where: Path) -> Source:
+def _describe(where: Path) -> SavedRun:
     for directory in checkpoint.candidates(where):
         try:
             state = checkpoint.read_state(directory)
         except CheckpointError:
             continue  # named to the user when the next one is resumed
         if state.get("weights_only"):
-            return Source(str(where), weights_only=True)
+            return SavedRun(str(where), weights_only=True)
         # Before there was a choice, it was AdamW without an average.
         section = (state.get("config") or {}).get("Optimizer") or {}
         has_ema = section.get("ema_decay") is not None
-        return Source(str(where), False, section.get("name", "AdamW"), has_ema)
-    return Source(str(where))
+        return SavedRun(str(where), False, section.get("name", "AdamW"), has_ema)
+    return SavedRun(str(where))
 
 
-def _continue(run: Engine, source: Source) -> Restored:
+def _continue(run: Engine, source: SavedRun) -> Restored:
     tensors, ignored, notices = _continued_tensors(run, source)
     hashes = run.config.Engine.save_load.verify_hashes
     path, state = checkpoint.resume(
@@ -342,7 +342,7 @@ def _continue(run: Engine, source: Source) -> Restored:
 
 
 def _continued_tensors(
-    run: Engine, source: Source
+    run: Engine, source: SavedRun
 ) -> tuple[dict[str, Shard], tuple[str, ...], list[str]]:
     """What to read, what to leave unread (prefixes of names), and what the user should know."""
     tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
@@ -366,7 +366,7 @@ def _continued_tensors(
     return wanted, unread, notices
 
 
-def _take_weights(run: Engine, source: Source) -> Restored:
+def _take_weights(run: Engine, source: SavedRun) -> Restored:
     """Step 0 with the weights of a converted checkpoint; moments and data start afresh."""
     tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
     weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}

@@ -1,4 +1,5 @@
-"""`Optimizer`: AdamW as the documents configure it, and beside it, if asked for, Muon.
+"""`Optimizer`: AdamW as the documents configure it; if asked for, Muon beside it and an average of
+the weights.
 
 With Muon the matrices of the layers are Muon's (`fourfold/optim/muon.py`) and everything else,
 embeddings, head, norms and biases, is AdamW's. Each parameter's learning rate is the schedule's
@@ -7,7 +8,8 @@ times the `lr_scale` of its row in the table of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,10 +21,9 @@ from fourfold.config import Config
 from fourfold.config.schema import default_ns_dtype
 from fourfold.cost.workload import is_muons
 from fourfold.device import is_cpu
-from fourfold.optim.ema import EMA
 from fourfold.optim.muon import Muon, MuonOptions, exchange_between
 from fourfold.parallel import Runner
-from fourfold.shards import local
+from fourfold.shards import Shard, local
 
 
 @dataclass
@@ -225,6 +226,60 @@ def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:
             parameter.grad = flat.grad[start:stop].view_as(parameter)
             start = stop
     return flat
+
+
+# -- the average of weights -----------------------------------------------------------------------
+
+
+class EMA:
+    """The exponential moving average of every parameter of this rank, by key, as its fp32 weights
+    are divided."""
+
+    def __init__(self, shards: Mapping[str, Shard], decay: float) -> None:
+        """It begins as the weights are."""
+        self.shards = dict(shards)
+        self.decay = decay
+        self.values = {key: shard.local.clone() for key, shard in shards.items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew with the weights as they are now."""
+        for key, shard in self.shards.items():
+            self.values[key].copy_(shard.local)
+
+    @torch.no_grad()
+    def update(self, updates: int, found_inf: Tensor | None = None) -> None:
+        """Take in the weights after `updates` updates; nothing where `found_inf` is one."""
+        # Early on the average of few: a run is not to end with a memory of random weights.
+        moves = 1 - min(self.decay, (1 + updates) / (10 + updates))
+        filled = [key for key, value in self.values.items() if value.numel() > 0]
+        averages = [self.values[key] for key in filled]
+        weights = [self.shards[key].local for key in filled]
+        if found_inf is None:
+            torch._foreach_lerp_(averages, weights, moves)
+            return
+        share = moves * (1 - found_inf)
+        for average, weight in zip(averages, weights):
+            average.lerp_(weight, share.to(average.dtype))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The weights are the average while this lasts; what was made of them is not."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for key, shard in self.shards.items():
+            held = shard.local.clone()
+            shard.local.copy_(self.values[key])
+            self.values[key].copy_(held)
+
+
+# -- as configured --------------------------------------------------------------------------------
 
 
 def build_optimizer(config: Config, runner: Runner) -> Optimizer:

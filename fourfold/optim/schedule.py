@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from fourfold.config import Config
 from fourfold.config.batch_schedule import BatchSchedule
 
@@ -112,3 +115,19 @@ class LossScale:
     def exhausted(self) -> bool:
         """An overflow at the smallest scale: lowering the scale cannot help."""
         return self.value <= self.SMALLEST
+
+
+class DeviceLossScale:
+    """`LossScale` on the device, by the same rule."""
+
+    def __init__(self, start: LossScale, device: torch.device) -> None:
+        self.value = torch.full((), start.value, dtype=torch.float64, device=device)
+        self.good_steps = torch.full_like(self.value, start.good_steps)
+
+    def update(self, overflowed: Tensor) -> None:
+        good = self.good_steps + 1
+        grows = good == LossScale.GROWTH_INTERVAL
+        halved = (self.value / 2).clamp(min=LossScale.SMALLEST)
+        doubled = torch.where(grows, self.value * 2, self.value)
+        self.value = torch.where(overflowed, halved, doubled)
+        self.good_steps = torch.where(overflowed | grows, torch.zeros_like(good), good)
