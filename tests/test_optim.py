@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fourfold.config.batch_schedule import BatchSchedule
+from fourfold.optim import EMA, LossScale, Optimizer, Schedule
 from fourfold.optim import optimizer as optimizer_module
-from fourfold.optim import LossScale, Optimizer, Schedule
 from fourfold.optim.muon import AdjustLr, Muon, MuonOptions, orthogonalize
+from fourfold.optim.schedule import WsdStyle
 from fourfold.shards import Shard
 
 # Seed 002: max_lr 1.0e-5 below min_lr 5.0e-5, decay 360000, warm-up 1 %. The rate logged after
@@ -44,6 +46,35 @@ def test_rates_stay_between_their_ends(steps: int, warmup: float, top: float, lo
     for step in {1, 2, steps // 2 + 1, steps, steps + 1, 2 * steps}:
         assert 0 <= schedule.lr_at(step) <= top * (1 + 1e-9)
     assert schedule.lr_at(steps + 1) == low
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"),
+    [("linear", 0.5), ("1-sqrt", 1 - 0.5**0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1)],
+)
+def test_wsd_is_stable_and_then_falls(style: WsdStyle, middle: float) -> None:
+    schedule = Schedule(1.0, 0.0, 10, 100, "wsd", wsd_decay=20, wsd_style=style)
+    assert schedule.lr_at(5) == 0.5
+    assert [schedule.lr_at(step) for step in (10, 11, 50, 80)] == [1.0] * 4
+    assert schedule.lr_at(90) == pytest.approx(middle)
+    assert [schedule.lr_at(step) for step in (100, 101, 500)] == pytest.approx([0.0] * 3)
+    falling = [schedule.lr_at(step) for step in range(80, 101)]
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_inverse_square_root_joins_the_warm_up() -> None:
+    schedule = Schedule(0.4, 0.01, 16, 10_000, "inverse_sqrt")
+    assert [schedule.lr_at(step) for step in (8, 16, 64, 1024)] == [0.2, 0.4, 0.2, 0.05]
+    assert schedule.lr_at(9_999_999) == 0.01
+
+
+def test_a_schedule_may_count_samples() -> None:
+    by_steps = Schedule(1.0, 0.0, 2, 10, "wsd", wsd_decay=4)
+    by_samples = Schedule(1.0, 0.0, 16, 80, "wsd", BatchSchedule(8), wsd_decay=32)
+    # Samples are those read before a step, as Megatron counts them.
+    assert [by_samples.lr_at(n + 1) for n in range(1, 12)] == [
+        by_steps.lr_at(n) for n in range(1, 12)
+    ]
 
 
 def test_loss_scale_halves_on_overflow_and_doubles_after_a_thousand() -> None:
@@ -204,7 +235,7 @@ def test_muon_orthogonalises_in_float32_too() -> None:
     """Singular values come near one, whatever they were, and the vectors stay."""
     matrix = torch.randn(16, 48, generator=torch.Generator().manual_seed(2))
     values = torch.linalg.svdvals(orthogonalize(matrix, 5, None))
-    assert 0.65 < float(values.min()) and float(values.max()) < 1.25
+    assert float(values.min()) > 0.65 and float(values.max()) < 1.25
     low = orthogonalize(matrix, 5, torch.bfloat16).float()
     assert (low - orthogonalize(matrix, 5, None)).abs().max() < 0.05
 
@@ -265,3 +296,45 @@ def test_a_parameter_trains_at_its_share_of_the_rate() -> None:
         make_muon(whole, weight_decay=0.0).update(0.1, 1.0, None)
     for name, matrix in matrices.items():
         assert torch.equal(matrix, whole[name])
+
+
+# -- the average of weights -----------------------------------------------------------------------
+
+
+def test_the_average_is_torchs_once_it_is_warm() -> None:
+    parameters = make_parameters()
+    ema = EMA({name: Shard.whole(one) for name, one in parameters.items()}, 0.9)
+    theirs = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    expected = [one.detach().clone() for one in parameters.values()]
+    optimizer = make_optimizer(parameters, ema=ema)
+    optimizer.restore_updates(100)  # the decay is 0.9 from the 81st on
+    for step in range(3):
+        set_gradients(parameters, step)
+        optimizer.update(0.1, 1.0)
+        theirs(expected, [one.detach() for one in parameters.values()], step)
+    for average, other in zip(ema.values.values(), expected):
+        torch.testing.assert_close(average, other)
+
+
+def test_the_average_soon_forgets_the_first_weights() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    ema = EMA({"w": Shard.whole(weight)}, 0.9999)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    for updates in range(1, 101):
+        ema.update(updates)
+    assert float(ema.values["w"]) > 0.999
+
+
+def test_a_skipped_update_is_not_averaged() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    ema = EMA({"w": Shard.whole(weight)}, 0.5)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    ema.update(50, torch.tensor(1.0))
+    assert ema.values["w"].tolist() == [0.0, 0.0]
+    ema.update(50, torch.tensor(0.0))
+    assert ema.values["w"].tolist() == [0.5, 0.5]
+    with ema.in_place():
+        assert weight.tolist() == [0.5, 0.5]
+    assert weight.tolist() == [1.0, 1.0]

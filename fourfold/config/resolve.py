@@ -173,7 +173,7 @@ def _resolve_wsd(config: Config, findings: ConfigFindings, decay: int) -> None:
     counted, other = "wsd_decay_steps", "wsd_decay_samples"
     if lr.decay_samples is not None:
         counted, other = other, counted
-    unused, why = ["wsd_decay_rate", "wsd_decay_style", counted, other], lr.decay_style
+    unused, why = ["wsd_decay_rate", "wsd_decay_style", counted, other], str(lr.decay_style)
     if lr.decay_style == "wsd":
         by_rate = round(lr.wsd_decay_rate * decay)
         if getattr(lr, counted) is None:

@@ -477,8 +477,9 @@ class MuonSection(Section):
         "digits. float32 agrees to 1e-5. Null is bfloat16 on a GPU and float32 on a CPU.",
     )
 
-    def iterates_in(self, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
-        return self.ns_dtype or ("float32" if on_cpu else "bfloat16")
+
+def default_ns_dtype(*, on_cpu: bool) -> Literal["float32", "bfloat16"]:
+    return "float32" if on_cpu else "bfloat16"
 
 
 class OptimizerSection(Section):
@@ -494,6 +495,12 @@ class OptimizerSection(Section):
     adam_beta2: BelowOne = key(0.999, "Decay of AdamW's average of squared gradients.")
     adam_epsilon: Positive = key(1.0e-8, "Added to AdamW's denominator.")
     grad_clip: NotNegative = key(0.0, "Largest global norm of the gradient; 0 does not clip.")
+    ema_decay: BelowOne | None = key(
+        None,
+        "Keep an exponential moving average of the weights with this decay, in float32: saved in "
+        "checkpoints, evaluated beside the weights. The decay of update t is at most "
+        "(1 + t) / (10 + t), so that the first weights are soon forgotten. Null keeps none.",
+    )
     muon: MuonSection = section(
         MuonSection, "Muon, in the words of torch.optim.Muon; without effect with name AdamW."
     )
@@ -632,6 +639,8 @@ class Config(Section):
     Profiler: ProfilerSection = section(ProfilerSection, "Where the time of a step goes.")
 
     _notices: list[str] = PrivateAttr(default_factory=list)
+    # Steps done and samples read when another batch began, where one did.
+    _continued: tuple[int, int] = PrivateAttr(default=(0, 0))
 
     @property
     def notices(self) -> list[str]:
@@ -643,7 +652,22 @@ class Config(Section):
         """The samples of every step, once the batch is resolved."""
         sizes = self.Data.batch_size
         ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)
-        return BatchSchedule(sizes.global_batch_size, ramp)
+        return BatchSchedule(sizes.global_batch_size, ramp, *self._continued)
+
+    def continue_batches(self, step: int, consumed: int) -> None:
+        """Let the batches of this configuration begin after `step` steps that read `consumed`
+        samples with others. A length given in samples stays; in steps, too."""
+        engine, lr = self.Engine, self.Optimizer.lr
+        before, steps = self.batch_schedule, engine.max_steps
+        self._continued = (step, consumed)
+        length = engine.train_samples
+        if length is not None and before.steps_within(length) == steps:
+            engine.max_steps = max(step, self.batch_schedule.steps_within(length))
+        # Where the decay ended with the run, it still does.
+        if lr.decay_steps == steps:
+            lr.decay_steps = engine.max_steps
+        if lr.decay_samples == before.consumed(steps):
+            lr.decay_samples = self.batch_schedule.consumed(engine.max_steps)
 
     def setting(self, path: str) -> Setting:
         """The key at "Distributed.mp_degree" and its value, to look at and to name in a message."""

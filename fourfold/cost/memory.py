@@ -73,6 +73,12 @@ def stage_parameters(
     return layers * layer + tables + np.where(last, network.last_norm, 0)
 
 
+def stage_matrices(network: Network, spread: Spread, stage: Numbers) -> Numbers:
+    """Of these, numbers in the matrices that Muon may update."""
+    each = network.divided_matrices / spread.mp + network.whole_matrices
+    return layers_of_stage(network, spread, stage) * each
+
+
 def stage_ends(spread: Spread, stage: Numbers) -> tuple[Numbers, Numbers]:
     """Whether pipeline rank `stage` has the network's first stage, and whether its last."""
     schedule = np.asarray(spread.schedule)
@@ -182,6 +188,9 @@ def memory_of(
     shards, level = spread.sharding, np.asarray(spread.stage)
     wide = _wide_parameters(network, spread, software, stage)
     states = _states(parameters, wide, shards, level, software)
+    states["optimizer"] = _less_for_muon(
+        states["optimizer"], stage_matrices(network, spread, stage), shards, software
+    )
     activations = _activations(network, spread, software, stage)
     logits = _logits(network, spread, software, stage)
     buffers = _buffers(network, spread, software, stage, parameters)
@@ -218,7 +227,7 @@ def _states(
     each = {
         "weights": whole,
         "gradients": software.gradient_bytes,
-        "optimizer": master + software.moment_bytes,
+        "optimizer": master + software.moment_bytes + software.ema_bytes,
     }
     wider = {"weights": np.where(divided & (whole > 0), (4 - whole) * wide, 0.0)}
     return {
@@ -234,6 +243,18 @@ def _states(
         )
         for name in each
     }
+
+
+def _less_for_muon(whole: Term, matrices: Numbers, shards: Numbers, software: Software) -> Term:
+    """Muon keeps less of the matrices than AdamW does of the rest."""
+    less = (np.asarray(software.moment_bytes) - software.matrix_moment_bytes) * matrices / shards
+    if not np.any(less):
+        return whole
+    return Term(
+        whole.value - less,
+        whole.sentence + ", {less:.4g} MB less because Muon has one moment of the matrices",
+        {**whole.inputs, "less": less / 1e6},
+    )
 
 
 def _wider_text(bytes_: Numbers) -> Numbers:
@@ -395,7 +416,19 @@ def traffic_of(
         "dp": _replicas(network, spread, software, stage),
         "pp": _messages(network, spread, software, stage),
         "pp ends": _tied(network, spread, software, stage),
+        "muon": muon_bytes(network, spread, software, stage),
     }
+
+
+def muon_bytes(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
+    """What Muon's ranks send others in a step, on average: each matrix of a stage is gathered on
+    one of its ranks, and goes back in rectangles to all of them."""
+    layers = layers_of_stage(network, spread, stage)
+    matrices = layers * (network.divided_matrices + network.whole_matrices)
+    ranks = np.asarray(spread.dp) * spread.sharding * spread.mp
+    pieces = np.asarray(spread.sharding) * spread.mp
+    each = (1 - 1 / pieces) + (ranks - 1) / pieces
+    return np.where(software.ns_steps, software.ns_bytes * matrices / ranks * each, 0)
 
 
 def _model_parallel(

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from fourfold.config import Config
-from fourfold.config.schema import default_level
-from fourfold.cost.flops import flops_per_token
+from fourfold.config.schema import default_level, default_ns_dtype
+from fourfold.cost.flops import flops_per_token, newton_schulz_flops
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of
 from fourfold.model.kernels import usable
 from fourfold.model.loss import default_chunk_tokens
+from fourfold.model.params import Param
 
 RECOMPUTE_MODES = ("none", "core_attn", "full_attn", "ops", "full")
 
@@ -43,6 +44,9 @@ class Network:
     divided_parameters: Numbers = 0  # of one layer: what tensor parallelism divides
     whole_parameters: Numbers = 0  # of one layer: norms, biases added after a sum over ranks
     layer_norms: Numbers = 0  # of these, the norms
+    divided_matrices: Numbers = 0  # of one layer's divided parameters, those that Muon may update
+    whole_matrices: Numbers = 0
+    newton_schulz: Numbers = 0  # FLOPs of one iteration for the matrices of one layer
     last_norm: Numbers = 0
 
     @classmethod
@@ -65,6 +69,13 @@ class Network:
             attention_dropout=shape.attention_probs_dropout_prob > 0,
             divided_parameters=sum(cut),
             whole_parameters=sum(uncut),
+            divided_matrices=sum(
+                row.numel for row in layer if is_muons(row) and row.split_dim is not None
+            ),
+            whole_matrices=sum(
+                row.numel for row in layer if is_muons(row) and row.split_dim is None
+            ),
+            newton_schulz=sum(newton_schulz_flops(*row.shape) for row in layer if is_muons(row)),
             layer_norms=sum(row.numel for row in layer if row.kind == "norm"),
             last_norm=sum(row.numel for row in table.at("last") if row.kind == "norm"),
         )
@@ -115,8 +126,13 @@ class Spread:
         return self.dp * self.sharding
 
 
-# What the optimizer keeps of a parameter: AdamW's two moments in fp32.
-MOMENT_BYTES = 8
+# What the optimizer keeps of a parameter: AdamW's two moments in fp32, or Muon's momentum.
+MOMENT_BYTES, MUON_MOMENT_BYTES = 8, 4
+
+
+def is_muons(row: Param) -> bool:
+    """Whether Muon updates it, where the optimizer is Muon; AdamW updates everything else."""
+    return row.is_matrix and row.in_every_layer
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,10 @@ class Software:
     weight_bytes: Numbers = 2  # per parameter, the copy that is multiplied with
     master_bytes: Numbers = 4  # a separate fp32 copy; 0 when the weights themselves are fp32
     moment_bytes: Numbers = MOMENT_BYTES
+    matrix_moment_bytes: Numbers = MOMENT_BYTES  # of the matrices of layers
+    ema_bytes: Numbers = 0  # of an average of the weights
+    ns_steps: Numbers = 0  # Muon's iterations; 0: no Muon
+    ns_bytes: Numbers = 4  # per number that Muon's ranks send each other
     gradient_bytes: Numbers = 4  # as kept and added up between micro-batches
     lasting_gradients: Numbers = True  # their memory is there through the whole step
     reduce_bytes: Numbers = 4  # per gradient on the wire
@@ -202,7 +222,13 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
     sharding = config.Distributed.sharding
     level = precision.level or default_level(precision.dtype, on_cpu=on_cpu)
     masters = level == "O2"
+    optimizer = config.Optimizer
+    muon, ns_dtype = optimizer.name == "Muon", optimizer.muon.ns_dtype
     return Software(
+        matrix_moment_bytes=MUON_MOMENT_BYTES if muon else MOMENT_BYTES,
+        ema_bytes=0 if optimizer.ema_decay is None else 4,
+        ns_steps=optimizer.muon.ns_steps if muon else 0,
+        ns_bytes=2 if (ns_dtype or default_ns_dtype(on_cpu=on_cpu)) == "bfloat16" else 4,
         compute_bytes=2 if low else 4,
         weight_bytes=2 if masters else 4,
         master_bytes=4 if masters else 0,
@@ -272,6 +298,14 @@ class Workload:
     @property
     def parameters(self) -> int:
         return count_parameters(self.shape)
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """The fp32 weights and what the optimizer keeps of them."""
+        network, software = self.network, self.software
+        matrices = network.layers * (network.divided_matrices + network.whole_matrices)
+        spared = (software.moment_bytes - software.matrix_moment_bytes) * matrices
+        return float((4 + software.moment_bytes + software.ema_bytes) * self.parameters - spared)
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,16 +1,17 @@
 """Saving and resuming a run: what is written, what is checked when it is read.
 
 Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
-checkpoint restores is short: weights, moments, the loss scale, one integer, and what a mixture
-whose weights may change has served of each source.
+checkpoint restores is short: weights, moments, averages, the loss scale, two integers (steps and
+samples), and what a mixture whose weights may change has served of each source.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,40 +274,63 @@ def resume(run: Engine) -> Restored | None:
     """
     checkpoint.check_shared(run.output_dir, run.ranks)
     chosen = run.mesh.on_all_ranks(lambda: _choose(run) if run.mesh.rank == 0 else None)
-    where = run.mesh.broadcast_first(None if chosen is None else str(chosen[0]))
-    weights_only = run.mesh.broadcast_first(
-        "weights only" if chosen is not None and chosen[1] else None
-    )
-    if where is None:
+    told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
+    if told is None:
         return None
-    restored = _take_weights(run, where) if weights_only else _continue(run, where)
+    source = SavedRun(**json.loads(told))
+    restored = _take_weights(run, source) if source.weights_only else _continue(run, source)
     sync_tied_copy(run.runner, run.optimizer)
+    if run.optimizer.ema is not None and not source.has_ema:
+        run.optimizer.ema.restart()
     run.runner.check_replicas(f"after loading {restored.path}")
     return restored
 
 
-def _choose(run: Engine) -> tuple[Path, bool] | None:
-    """Where to start from, and whether it has only weights."""
+@dataclass(frozen=True)
+class SavedRun:
+    """The checkpoint that would be resumed, and what its tensors are of."""
+
+    where: str
+    weights_only: bool = False
+    optimizer: str = "AdamW"
+    has_ema: bool = False
+
+
+def _choose(run: Engine) -> SavedRun | None:
     try:
         found = _source(run.config, run.output_dir)
-        return None if found is None else (found, _holds_weights_only(found))
+        return None if found is None else _describe(found)
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
 
 
-def _continue(run: Engine, where: str) -> Restored:
-    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
+def _describe(where: Path) -> SavedRun:
+    for directory in checkpoint.candidates(where):
+        try:
+            state = checkpoint.read_state(directory)
+        except CheckpointError:
+            continue  # named to the user when the next one is resumed
+        if state.get("weights_only"):
+            return SavedRun(str(where), weights_only=True)
+        # Before there was a choice, it was AdamW without an average.
+        section = (state.get("config") or {}).get("Optimizer") or {}
+        has_ema = section.get("ema_decay") is not None
+        return SavedRun(str(where), False, section.get("name", "AdamW"), has_ema)
+    return SavedRun(str(where))
+
+
+def _continue(run: Engine, source: SavedRun) -> Restored:
+    tensors, ignored, notices = _continued_tensors(run, source)
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(where, tensors, notices.append, "", run.ranks, hashes)
-    step, consumed = int(state["step"]), run.batch_schedule.consumed(int(state["step"]))
-    if state["consumed_samples"] != consumed:
-        raise UserError(
-            f"{path} was written after {state['consumed_samples']} samples in {step} steps, which "
-            f"this configuration reaches after {consumed}; resume with the global_batch_size and "
-            "rampup it was trained with"
-        )
+    path, state = checkpoint.resume(
+        source.where, tensors, notices.append, "", run.ranks, hashes, ignored
+    )
+    step, consumed = int(state["step"]), int(state["consumed_samples"])
+    if consumed != run.batch_schedule.consumed(step):
+        notices += run.change_batch(step, consumed)
     about_data = run.data.restore(state, consumed, str(path))
-    run.optimizer.restore_updates(int(state["optimizer_updates"]))
+    if "optim." not in ignored:
+        run.optimizer.restore_updates(int(state["optimizer_updates"]))
     scale = state["loss_scale"]
     return Restored(
         str(path),
@@ -317,12 +341,39 @@ def _continue(run: Engine, where: str) -> Restored:
     )
 
 
-def _take_weights(run: Engine, where: str) -> Restored:
+def _continued_tensors(
+    run: Engine, source: SavedRun
+) -> tuple[dict[str, Shard], tuple[str, ...], list[str]]:
+    """What to read, what to leave unread (prefixes of names), and what the user should know."""
+    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
+    ignored: list[str] = []
+    own, average = run.config.Optimizer.name, run.optimizer.ema is not None
+    if source.optimizer != own:
+        ignored.append("optim.")
+        notices.append(
+            f"the optimizer's state begins anew: that of {source.where} is {source.optimizer}'s, "
+            f"and Optimizer.name={own}"
+        )
+    if source.has_ema != average:
+        ignored.append("ema.")
+        notices.append(
+            "the average of weights begins with the weights of the checkpoint, which has none"
+            if average
+            else "the checkpoint's average of weights is left behind: Optimizer.ema_decay is null"
+        )
+    unread = tuple(ignored)
+    wanted = {name: one for name, one in tensors.items() if not name.startswith(unread)}
+    return wanted, unread, notices
+
+
+def _take_weights(run: Engine, source: SavedRun) -> Restored:
     """Step 0 with the weights of a converted checkpoint; moments and data start afresh."""
     tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
     weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(where, weights, notices.append, "model.", run.ranks, hashes)
+    path, state = checkpoint.resume(
+        source.where, weights, notices.append, "model.", run.ranks, hashes
+    )
     notices += check_checkpoint_tokenizer(
         state.get("tokenizer"),
         run.data.sources,
@@ -346,16 +397,6 @@ def _source(config: Config, output_dir: Path) -> Path | None:
     named = checkpoint.named(save_load.ckpt_dir, output_dir)
     inside = named.resolve().is_relative_to(output_dir.resolve())
     return named if inside or own is None else own
-
-
-def _holds_weights_only(where: Path) -> bool:
-    """Whether the checkpoint that would be resumed is one without moments."""
-    for directory in checkpoint.candidates(where):
-        try:
-            return bool(checkpoint.read_state(directory).get("weights_only"))
-        except CheckpointError:
-            continue  # named to the user when the next one is resumed
-    return False
 
 
 # -- the tensors of a run, as this rank holds them ------------------------------------------------
@@ -384,6 +425,8 @@ def sync_tied_copy(runner: Runner, optimizer: Optimizer) -> None:
         copies = optimizer.moments(copy)
         for moment, values in optimizer.moments(original).items():
             copies[moment].copy_(values)
+        if optimizer.ema is not None:
+            optimizer.ema.values[copy].copy_(optimizer.ema.values[original])
     runner.after_load()
 
 
@@ -393,3 +436,5 @@ def _shards(runner: Runner, optimizer: Optimizer) -> Iterator[tuple[str, str, Sh
         yield key, f"model.{shard.name}", shard
         for moment, values in optimizer.moments(key).items():
             yield key, f"optim.{shard.name}.{moment}", shard.of(values)
+        if optimizer.ema is not None:
+            yield key, f"ema.{shard.name}", shard.of(optimizer.ema.values[key])

@@ -5,7 +5,15 @@ owns the moments and returns them by parameter name, so a checkpoint does not kn
 laid out.
 """
 
-from fourfold.optim.optimizer import Optimizer, build_optimizer
-from fourfold.optim.schedule import LossScale, Schedule, build_schedule
+from fourfold.optim.optimizer import EMA, Optimizer, build_optimizer
+from fourfold.optim.schedule import DeviceLossScale, LossScale, Schedule, build_schedule
 
-__all__ = ["LossScale", "Optimizer", "Schedule", "build_optimizer", "build_schedule"]
+__all__ = [
+    "EMA",
+    "DeviceLossScale",
+    "LossScale",
+    "Optimizer",
+    "Schedule",
+    "build_optimizer",
+    "build_schedule",
+]

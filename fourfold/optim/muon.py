@@ -97,6 +97,11 @@ class Muon:
         self.exchange = exchange
         self.momentum = {key: torch.zeros_like(one.local) for key, one in matrices.items()}
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number on its way between ranks."""
+        return 4 if self.options.iterates_in is None else self.options.iterates_in.itemsize
+
     def update(
         self, learning_rate: float, divisor: float | Tensor, found_inf: Tensor | None
     ) -> None:
@@ -214,7 +219,7 @@ class Exchange:
              if owner == sender and self._has(key, self.own_rank)]
             for sender in range(self.size)
         ]  # fmt: skip
-        shapes = [[parts[key].shape for key in some] for some in keys]
+        shapes = [[self.boxes[key][self.own_rank].shape for key in some] for some in keys]
         arrived = self._exchange(mine, shapes, next(iter(parts.values())))
         return {
             key: piece for some, pieces in zip(keys, arrived) for key, piece in zip(some, pieces)

@@ -1,4 +1,5 @@
-"""`Optimizer`: AdamW as the documents configure it, and beside it, if asked for, Muon.
+"""`Optimizer`: AdamW as the documents configure it; if asked for, Muon beside it and an average of
+the weights.
 
 With Muon the matrices of the layers are Muon's (`fourfold/optim/muon.py`) and everything else,
 embeddings, head, norms and biases, is AdamW's. Each parameter's learning rate is the schedule's
@@ -7,7 +8,8 @@ times the `lr_scale` of its row in the table of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,10 +18,12 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fourfold.config import Config
+from fourfold.config.schema import default_ns_dtype
+from fourfold.cost.workload import is_muons
 from fourfold.device import is_cpu
 from fourfold.optim.muon import Muon, MuonOptions, exchange_between
 from fourfold.parallel import Runner
-from fourfold.shards import local
+from fourfold.shards import Shard, local
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Optimizer:
         tensor_fusion: bool = False,
         lr_scales: Mapping[str, float] | None = None,
         muon: Muon | None = None,
+        ema: EMA | None = None,
     ) -> None:
         """`decayed` are the keys of those that weight decay applies to; `muon` updates the
         matrices it was made with, which are among the parameters."""
@@ -81,6 +86,7 @@ class Optimizer:
         self.grad_clip = grad_clip
         self.tensor_fusion = tensor_fusion
         self.muon = muon
+        self.ema = ema
         self.updates = 0
         alike: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
         for name, parameter in parameters.items():
@@ -141,6 +147,8 @@ class Optimizer:
         if self.muon is not None:
             self.muon.update(learning_rate, divisor, found_inf)
         self.updates += 1
+        if self.ema is not None:
+            self.ema.update(self.updates, found_inf)
 
     def zero_grad(self) -> None:
         """Clear the gradients; flat ones are views that must stay in place."""
@@ -220,6 +228,60 @@ def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:
     return flat
 
 
+# -- the average of weights -----------------------------------------------------------------------
+
+
+class EMA:
+    """The exponential moving average of every parameter of this rank, by key, as its fp32 weights
+    are divided."""
+
+    def __init__(self, shards: Mapping[str, Shard], decay: float) -> None:
+        """It begins as the weights are."""
+        self.shards = dict(shards)
+        self.decay = decay
+        self.values = {key: shard.local.clone() for key, shard in shards.items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew with the weights as they are now."""
+        for key, shard in self.shards.items():
+            self.values[key].copy_(shard.local)
+
+    @torch.no_grad()
+    def update(self, updates: int, found_inf: Tensor | None = None) -> None:
+        """Take in the weights after `updates` updates; nothing where `found_inf` is one."""
+        # Early on the average of few: a run is not to end with a memory of random weights.
+        moves = 1 - min(self.decay, (1 + updates) / (10 + updates))
+        filled = [key for key, value in self.values.items() if value.numel() > 0]
+        averages = [self.values[key] for key in filled]
+        weights = [self.shards[key].local for key in filled]
+        if found_inf is None:
+            torch._foreach_lerp_(averages, weights, moves)
+            return
+        share = moves * (1 - found_inf)
+        for average, weight in zip(averages, weights):
+            average.lerp_(weight, share.to(average.dtype))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The weights are the average while this lasts; what was made of them is not."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for key, shard in self.shards.items():
+            held = shard.local.clone()
+            shard.local.copy_(self.values[key])
+            self.values[key].copy_(held)
+
+
+# -- as configured --------------------------------------------------------------------------------
+
+
 def build_optimizer(config: Config, runner: Runner) -> Optimizer:
     """The configured optimizer over the fp32 weights of this rank; a collective."""
     section = config.Optimizer
@@ -228,11 +290,7 @@ def build_optimizer(config: Config, runner: Runner) -> Optimizer:
     lr_scales = {key: row.lr_scale for key, row in rows.items()}
     muon = None
     if section.name == "Muon":
-        matrices = {
-            key: shard
-            for key, shard in runner.shards.items()
-            if rows[key].is_matrix and rows[key].in_every_layer
-        }
+        matrices = {key: shard for key, shard in runner.shards.items() if is_muons(rows[key])}
         muon = Muon(
             matrices,
             _muon_options(config),
@@ -252,12 +310,13 @@ def build_optimizer(config: Config, runner: Runner) -> Optimizer:
         tensor_fusion=config.Fused.tensor_fusion,
         lr_scales=lr_scales,
         muon=muon,
+        ema=None if section.ema_decay is None else EMA(runner.shards, section.ema_decay),
     )
 
 
 def _muon_options(config: Config) -> MuonOptions:
     section, peak = config.Optimizer.muon, config.Optimizer.lr.max_lr
-    in_bf16 = section.iterates_in(on_cpu=is_cpu(config.Global.device)) == "bfloat16"
+    dtype = section.ns_dtype or default_ns_dtype(on_cpu=is_cpu(config.Global.device))
     return MuonOptions(
         momentum=section.momentum,
         nesterov=section.nesterov,
@@ -265,5 +324,5 @@ def _muon_options(config: Config) -> MuonOptions:
         ns_steps=section.ns_steps,
         adjust_lr_fn=section.adjust_lr_fn,
         lr_ratio=1.0 if section.lr is None else section.lr / peak,
-        iterates_in=torch.bfloat16 if in_bf16 else None,
+        iterates_in=torch.bfloat16 if dtype == "bfloat16" else None,
     )

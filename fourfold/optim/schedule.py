@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from fourfold.config import Config
 from fourfold.config.batch_schedule import BatchSchedule
 
@@ -67,12 +70,12 @@ def _remaining(done: float, style: WsdStyle) -> float:
     return 0.5 * (math.cos(math.pi * done) + 1)
 
 
-def build_schedule(config: Config, batches: BatchSchedule | None = None) -> Schedule:
-    """`batches` are those of the run, where it was resumed with another batch than configured."""
+def build_schedule(config: Config) -> Schedule:
+    """In samples if the configuration gives a length in samples, else in steps."""
     lr = config.Optimizer.lr
     if lr.decay_samples is not None:
         warmup, decay, wsd = lr.warmup_samples or 0.0, lr.decay_samples, lr.wsd_decay_samples
-        counted = config.batch_schedule if batches is None else batches
+        counted = config.batch_schedule
     else:
         warmup, decay, wsd = lr.warmup_rate * lr.decay_steps, lr.decay_steps, lr.wsd_decay_steps
         counted = None
@@ -112,3 +115,19 @@ class LossScale:
     def exhausted(self) -> bool:
         """An overflow at the smallest scale: lowering the scale cannot help."""
         return self.value <= self.SMALLEST
+
+
+class DeviceLossScale:
+    """`LossScale` on the device, by the same rule."""
+
+    def __init__(self, start: LossScale, device: torch.device) -> None:
+        self.value = torch.full((), start.value, dtype=torch.float64, device=device)
+        self.good_steps = torch.full_like(self.value, start.good_steps)
+
+    def update(self, overflowed: Tensor) -> None:
+        good = self.good_steps + 1
+        grows = good == LossScale.GROWTH_INTERVAL
+        halved = (self.value / 2).clamp(min=LossScale.SMALLEST)
+        doubled = torch.where(grows, self.value * 2, self.value)
+        self.value = torch.where(overflowed, halved, doubled)
+        self.good_steps = torch.where(overflowed | grows, torch.zeros_like(good), good)
