@@ -30,7 +30,8 @@ TOKENIZER = "runs/quickstart/tokenizer.json"
 PREPARE = f"fourfold data prepare --input {CORPUS} --tokenizer {TOKENIZER} --output-prefix"
 # A run of GPT-2, which the quickstart is not, and the same as a directory of Hugging Face.
 GPT2 = (
-    "fourfold train -c configs/gpt/quickstart_gpt2.yaml -o Data.dataset.input_dir=runs/quickstart/data "
+    "fourfold train -c configs/gpt/quickstart_gpt2.yaml "
+    "-o Data.dataset.input_dir=runs/quickstart/data "
     f"-o Global.tokenizer={TOKENIZER} -o Engine.save_load.output_dir=runs/first"
 )
 AS_HF = f"fourfold convert runs/first gpt2 --to hf --tokenizer {TOKENIZER}"
