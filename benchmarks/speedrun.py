@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--plain-compiled", action="store_true")
     parser.add_argument("--directory", type=Path, help="where text and tokens are kept")
     parser.add_argument("--png", type=Path, default=Path("speedrun.png"))
+    parser.add_argument("--modern", type=Path, default=CONFIGS / "quickstart.yaml", help="its YAML")
     parser.add_argument("-o", "--override", action="append", default=[], help="of modern")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=STEPS_OF_TRIAL, help=argparse.SUPPRESS)
@@ -68,7 +69,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         options.directory = options.directory or Path(scratch)
-        bits_per_nat = make_tokens(options.directory)
+        bits_per_nat = make_tokens(options)
         runs = race(options, measure_steps(options))
     curves = [Curve.of(run, bits_per_nat) for run in runs]
     say_results(curves, options)
@@ -84,7 +85,7 @@ def default_dtype() -> str:
 # -- the text -------------------------------------------------------------------------------------
 
 
-def make_tokens(directory: Path) -> float:
+def make_tokens(options: argparse.Namespace) -> float:
     """The quickstart's tokens, each split as one array. Returns what a mean loss in nats a token is
     multiplied with to be bits per byte of the validation split."""
     from fourfold.cli.quickstart import make_data
@@ -92,7 +93,8 @@ def make_tokens(directory: Path) -> float:
     from fourfold.data.splits import open_splits
     from fourfold.tokenizer import Tokenizer
 
-    config = load_config(CONFIGS / "quickstart.yaml", places(directory, directory))
+    directory = options.directory
+    config = load_config(options.modern, [*places(directory, directory), *options.override])
     make_data(directory, config.Model.vocab_size, None)
     for name, part in open_splits(config).items():
         (source,) = part.datasets
@@ -174,7 +176,7 @@ def compete_plain(options: argparse.Namespace, answers: IO[str]) -> None:
     train = np.load(options.directory / "train.npy")
     run = PlainRun(
         PlainOptions(
-            vocab_size=vocab_size(),
+            vocab_size=vocab_size(options),
             max_steps=options.steps,
             layers=options.plain_layers,
             width=options.plain_width,
@@ -199,6 +201,7 @@ def compete_plain(options: argparse.Namespace, answers: IO[str]) -> None:
 
 
 def compete_fourfold(options: argparse.Namespace, answers: IO[str]) -> None:
+    from fourfold.cli.quickstart import BFLOAT16
     from fourfold.config import load_config
     from fourfold.data import Batch
     from fourfold.engine import build_engine
@@ -207,18 +210,19 @@ def compete_fourfold(options: argparse.Namespace, answers: IO[str]) -> None:
     with tempfile.TemporaryDirectory() as output:
         overrides = [
             *places(options.directory, Path(output)),
-            f"Model.vocab_size={vocab_size()}",
+            f"Model.vocab_size={vocab_size(options)}",
             f"Engine.max_steps={options.steps}",
             f"Optimizer.lr.decay_steps={options.steps}",
             f"Engine.mix_precision.dtype={options.dtype}",
             "Engine.eval_freq=0",
             "Engine.test_iters=0",
             "Engine.tensorboard=False",
+            *(BFLOAT16 if is_modern and options.dtype == "bfloat16" else ()),
             *(options.override if is_modern else []),
         ]
         if options.child == "gpt2 init":
             overrides.append("Model.depth_scaled_init=True")
-        file = CONFIGS / ("quickstart.yaml" if is_modern else "quickstart_gpt2.yaml")
+        file = options.modern if is_modern else CONFIGS / "quickstart_gpt2.yaml"
         engine = build_engine(load_config(file, overrides))
         windows = validation_windows(options.directory)
         batch = Batch(
@@ -251,10 +255,10 @@ class InTurns:
         self.loader.close()
 
 
-def vocab_size() -> int:
+def vocab_size(options: argparse.Namespace) -> int:
     from fourfold.config import load_config
 
-    return load_config(CONFIGS / "quickstart.yaml").Model.vocab_size
+    return load_config(options.modern, options.override).Model.vocab_size
 
 
 # -- the race -------------------------------------------------------------------------------------
@@ -266,7 +270,8 @@ class Contestant:
     def __init__(self, name: str, options: argparse.Namespace, steps: int) -> None:
         self.name = name
         words = ["--child", name, "--steps", str(steps), "--directory", str(options.directory)]
-        words += ["--dtype", options.dtype, "--plain-lr", str(options.plain_lr)]
+        words += ["--modern", str(options.modern), "--dtype", options.dtype]
+        words += ["--plain-lr", str(options.plain_lr)]
         words += ["--plain-layers", str(options.plain_layers)]
         words += ["--plain-width", str(options.plain_width)]
         words += ["--plain-batch", str(options.plain_batch)]

@@ -20,6 +20,8 @@ PROMPTS = (
     "class Queue:\n",
     "The following example",
 )
+# Of the recipe that is shipped, on a processor that is fast in it.
+BFLOAT16 = ("Engine.mix_precision.dtype=bfloat16", "Optimizer.muon.ns_dtype=bfloat16")
 WIDTH = 72  # of the lines around what it writes
 
 
@@ -50,7 +52,7 @@ def quickstart(
         f"Engine.save_load.output_dir={directory / 'output'}",
     ]
     if config.resolve() == CONFIG.resolve() and has_fast_bfloat16():
-        settings.append("Engine.mix_precision.dtype=bfloat16")
+        settings += BFLOAT16
     resolved = load_config(config, [*settings, *(override or [])])
     make_data(directory, resolved.Model.vocab_size, max_mb)
     engine = build_engine(resolved)
