@@ -137,7 +137,7 @@ class Family:
         return Described(heads, sizes, options | self._dropouts(said, notes), notes)
 
     def _sizes(self, path: Path, said: Mapping[str, Any]) -> dict[str, int]:
-        sizes = {}
+        sizes: dict[str, int] = {}
         for key, ours in self.sizes.items():
             value = said.get(key)
             if key == "n_inner" and value is None:

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,20 +112,8 @@ class ForeignModel:
 # -- networks -------------------------------------------------------------------------------------
 
 # What decides a network besides its sizes, with the values of GPT-2.
-_NO_NETWORK = {
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "initializer_range",
-    "depth_scaled_init",
-    "fused_linear",
-    "loss_chunk_tokens",
-    "z_loss",
-    "network",
-}
 NETWORK: dict[str, Any] = {
-    field.name: field.default
-    for field in fields(ModelShape)
-    if field.type != "int" and field.name not in _NO_NETWORK
+    field.name: field.default for field in ModelShape.network_fields() if field.type != "int"
 }
 
 

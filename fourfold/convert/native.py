@@ -78,20 +78,25 @@ def _model_section(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _network(directory: Path, section: dict[str, Any]) -> dict[str, Any]:
-    """What the tensors do not tell of the network. A checkpoint of an earlier version has no such
-    options, and is GPT-2."""
+    """What the tensors do not tell of the network."""
+    shape = shape_in(directory, section)
+    options = options_of(shape)
+    if shape.position_embedding != "learned":
+        options["max_position_embeddings"] = shape.max_position_embeddings
+    return options
+
+
+def shape_in(directory: Path, section: dict[str, Any]) -> ModelShape:
+    """What the `Model` section of a saved configuration describes. Earlier versions had no options,
+    and are GPT-2."""
     known = {name: section[name] for name in ModelSection.model_fields if name in section}
     try:
-        made = ModelSection.model_validate(known)
+        return ModelShape.of(ModelSection.model_validate(known))
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise CheckpointError(
             f"{directory}: Model.{key} in its state.json is none that Fourfold writes"
         ) from None
-    options = options_of(ModelShape.of(made))
-    if made.position_embedding != "learned":
-        options["max_position_embeddings"] = made.max_position_embeddings
-    return options
 
 
 def _tokenizer_place(directory: Path, state: dict[str, Any]) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from fourfold.convert import convert, load_foreign
 from fourfold.convert.families import FAMILIES
 from fourfold.errors import CheckpointError
-from fourfold.model import GPT
+from fourfold.model import GPT, table_of
 from fourfold.tokenizer import Tokenizer, train
 
 transformers = pytest.importorskip("transformers")
@@ -278,3 +279,56 @@ def test_other_networks_are_refused_by_key(
     with pytest.raises(CheckpointError) as raised:
         load_foreign(tmp_path / "hf")
     assert key in str(raised.value)
+
+
+HOSTILE = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    2**31,
+    10**400,
+    -0.5,
+    0.5,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "",
+    "silu",
+    "yarn",
+    "full_attention",
+    [],
+    ["sliding_attention"] * 3,
+    [[]],
+    {},
+    {"rope_type": "yarn", "factor": 0},
+    {"type": []},
+    {"full_attention": {"rope_type": "linear", "factor": 2}, "sliding_attention": {}},
+)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama 3", "mistral", "qwen2 windows", "qwen3", "pythia"])
+def test_hostile_settings_are_refused_or_make_a_network(name: str, tmp_path: Path) -> None:
+    """Whatever config.json says: a `CheckpointError`, or a shape that fits the tensors."""
+    make(tmp_path / "hf", *CASES[name][:2])
+    file = tmp_path / "hf" / "config.json"
+    sound = json.loads(file.read_text())
+    rope = dict(sound.get("rope_parameters") or {})
+    keys = {*sound, "rope_scaling", "rope_theta", "layer_types", "head_dim", "sliding_window"}
+    rng, read = random.Random(7), 0
+    wanted = [(key, value, None) for key in sorted(keys) for value in HOSTILE]
+    wanted += [("rope_parameters", value, key) for key in rope for value in HOSTILE]
+    for key, value, inner in rng.sample(wanted, 200):
+        changed = {key: value if inner is None else rope | {inner: value}}
+        file.write_text(json.dumps(sound | changed))
+        try:
+            with load_foreign(tmp_path / "hf") as model:
+                shapes = table_of(model.shape).shapes
+                assert {name: source.shape for name, source in model.stored.items()} == shapes
+                read += 1
+        except CheckpointError:
+            pass
+    assert 0 < read < 200
