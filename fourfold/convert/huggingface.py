@@ -1,9 +1,10 @@
 """Hugging Face directories, in: `config.json` and safetensors or `pytorch_model.bin` files.
 
-Which families of networks there are, and what they call their settings and tensors, is in
-families.py. GPT-2's Conv1D stores (in, out), the transpose of ours, and the columns of `c_attn` as
-all q, all k, all v; its attention scaling by layer is folded into the weights. Llama and its kin
-have three tensors where ours, if every head has its own keys and values, is one.
+Which families of networks there are, and what they call their tensors, is in families.py; what
+they say in config.json, in family_config.py. GPT-2's Conv1D stores (in, out), the transpose of
+ours, and the columns of `c_attn` as all q, all k, all v; its attention scaling by layer is folded
+into the weights. Llama and its kin have three tensors where ours, if every head has its own keys
+and values, is one.
 
 Out: a complete directory that `transformers` loads as it is, with safetensors shards of bounded
 size.
@@ -23,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fourfold.convert.families import Described, Family, family_named, family_of
+from fourfold.convert.families import family_named, family_of
+from fourfold.convert.family_config import Described, Family
 from fourfold.convert.imported import (
     ForeignModel,
     LazyTensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fourfold.config import load_config
 from fourfold.convert import convert, load_foreign
-from fourfold.convert.families import FAMILIES
+from fourfold.convert.families import FAMILIES, family_of
 from fourfold.errors import CheckpointError
-from fourfold.model import GPT, table_of
+from fourfold.model import GPT, ModelShape, count_parameters, table_of
+from fourfold.model.rotary import rotation
 from fourfold.tokenizer import Tokenizer, train
 
 transformers = pytest.importorskip("transformers")
@@ -328,7 +331,64 @@ def test_hostile_settings_are_refused_or_make_a_network(name: str, tmp_path: Pat
             with load_foreign(tmp_path / "hf") as model:
                 shapes = table_of(model.shape).shapes
                 assert {name: source.shape for name, source in model.stored.items()} == shapes
+                if model.shape.rotary_size:
+                    assert rotation(model.shape, torch.arange(100)).isfinite().all(), changed
                 read += 1
         except CheckpointError:
             pass
     assert 0 < read < 200
+
+
+@pytest.mark.parametrize(
+    ("file", "parameters"),
+    [
+        ("llama/llama_1B.yaml", 1_235_814_400),
+        ("llama/llama_3B.yaml", 3_212_749_824),
+        ("llama/llama_8B.yaml", 8_030_261_248),
+        ("qwen3/qwen3_0.6B.yaml", 596_049_920),
+        ("qwen3/qwen3_4B.yaml", 4_022_468_096),
+        ("gpt/modern_124M.yaml", 123_587_328),
+    ],
+)
+def test_shipped_configuration_is_the_real_network(file: str, parameters: int) -> None:
+    """Its count is the published one, and that of the network its description makes."""
+    path = Path(__file__).parents[2] / "configs" / file
+    sharded = "sharding_degree: 8" in path.read_text()
+    shape = ModelShape.of(load_config(path, world_size=8 if sharded else 1).Model)
+    family = family_of(shape, path)
+    assert family.model_type == ("qwen3" if "qwen3" in file else "llama")
+    described = family.describe(shape)
+    assert family.read(path, described).options["rope_theta"] == shape.rope_theta
+    config = transformers.AutoConfig.for_model(**described)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert count_parameters(shape) == parameters
+    assert sum(one.numel() for one in theirs.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"activation": "relu_squared"}, "Model.activation=relu_squared"),
+        ({"logit_softcap": 30.0}, "Model.logit_softcap=30.0"),
+        ({"embedding_scale": 8.0}, "Model.embedding_scale=8.0"),
+        ({"parallel_residual": True}, "Model.parallel_residual=True"),
+        ({"norm_placement": "post"}, "Model.qk_norm=none"),
+        ({"position_embedding": "none"}, "Model.position_embedding=none"),
+        ({"sliding_window": 4, "sliding_window_layers": (0,)}, "Model.sliding_window_layers=[0]"),
+        ({"bias": "all", "sliding_window": 4}, "Model.bias=all"),
+        ({"normalization": "LayerNorm"}, "Model.activation=swiglu"),
+        ({"partial_rotary_factor": 0.5}, "Model.partial_rotary_factor=0.5"),
+        ({"num_attention_heads": 3, "head_dim": 8}, "Model.num_attention_heads=3"),
+    ],
+    ids=str,
+)
+def test_what_no_family_has_is_refused_by_key(changes: dict[str, Any], key: str) -> None:
+    llama = ModelShape(
+        64, 32, 2, 4, 64, 32, activation="swiglu", normalization="RMSNorm", bias="none",
+        position_embedding="rotary",
+    )  # fmt: skip
+    assert family_of(llama, Path("here")).model_type == "llama"
+    with pytest.raises(CheckpointError) as raised:
+        family_of(replace(llama, **changes), Path("here"))
+    assert str(raised.value).startswith(f"here: {key}")
