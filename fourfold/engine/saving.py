@@ -8,13 +8,14 @@ whose weights may change has served of each source.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from fourfold import __version__, checkpoint, heartbeat
 from fourfold.checkpoint import PendingSave
@@ -22,6 +23,7 @@ from fourfold.config import Config
 from fourfold.data.tokenizer_check import check_checkpoint_tokenizer
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
+from fourfold.model import ModelShape
 from fourfold.optim import LossScale, Optimizer
 from fourfold.parallel import Runner
 from fourfold.shards import Shard
@@ -30,6 +32,19 @@ from fourfold.signals import StopRequest
 if TYPE_CHECKING:
     from fourfold.engine.loop import Engine
 
+
+class ForeignWeights(Protocol):
+    """Another program's checkpoint, as the converters open it; the core does not know them."""
+
+    notes: list[str]
+
+    @property
+    def shape(self) -> ModelShape: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def tokenizer_identity(self) -> str | None: ...
+
+
+OpenForeign = Callable[[Path], AbstractContextManager[ForeignWeights]]
 
 # How long to wait before a save that failed is tried again, and how often.
 RETRY_SECONDS = (2.0, 10.0)
@@ -274,22 +289,25 @@ def resume(run: Engine) -> Restored | None:
     checkpoint.check_shared(run.output_dir, run.ranks)
     chosen = run.mesh.on_all_ranks(lambda: _choose(run) if run.mesh.rank == 0 else None)
     where = run.mesh.broadcast_first(None if chosen is None else str(chosen[0]))
-    weights_only = run.mesh.broadcast_first(
-        "weights only" if chosen is not None and chosen[1] else None
-    )
+    kind = run.mesh.broadcast_first(None if chosen is None else chosen[1])
     if where is None:
         return None
-    restored = _take_weights(run, where) if weights_only else _continue(run, where)
+    restore = {"weights": _take_weights, "foreign": _take_foreign}.get(str(kind), _continue)
+    restored = restore(run, where)
     sync_tied_copy(run.runner, run.optimizer)
     run.runner.check_replicas(f"after loading {restored.path}")
     return restored
 
 
-def _choose(run: Engine) -> tuple[Path, bool] | None:
-    """Where to start from, and whether it has only weights."""
+def _choose(run: Engine) -> tuple[Path, str] | None:
+    """Where to start from, and what is there: a run's state, weights only, or another program's."""
     try:
         found = _source(run.config, run.output_dir)
-        return None if found is None else (found, _holds_weights_only(found))
+        if found is None:
+            return None
+        if run.open_foreign is not None and _is_foreign(found):
+            return found, "foreign"
+        return found, "weights" if _holds_weights_only(found) else "run"
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
 
@@ -331,6 +349,48 @@ def _take_weights(run: Engine, where: str) -> Restored:
     )
     notices.append(f"starting at step 0 with the weights of {path}")
     return Restored(str(path), notices, is_weights_only=True)
+
+
+def _is_foreign(where: Path) -> bool:
+    return where.exists() and not checkpoint.candidates(where)
+
+
+def check_foreign(config: Config, open_foreign: OpenForeign) -> None:
+    """Before anything is built: another program's checkpoint must be of the network described."""
+    where = _source(config, Path(config.Engine.save_load.output_dir))
+    if where is None or not _is_foreign(where):
+        return
+    with open_foreign(where) as foreign:
+        if other := ModelShape.of(config.Model).other_settings(foreign.shape):
+            settings = " ".join(f"-o Model.{setting}" for setting in other)
+            raise UserError(
+                f"{where} holds another network than the Model section describes; give {settings}"
+            )
+
+
+def _take_foreign(run: Engine, where: str) -> Restored:
+    """Step 0 with the weights of another program's checkpoint."""
+    notices = run.mesh.on_all_ranks(lambda: _read_foreign(run, where))
+    notices.append(f"starting at step 0 with the weights of {where}")
+    return Restored(where, notices, is_weights_only=True)
+
+
+def _read_foreign(run: Engine, where: str) -> list[str]:
+    """Each rank reads all of it, one tensor at a time, and keeps what it holds."""
+    assert run.open_foreign is not None
+    tensors = tensors_to_load(run.runner, run.optimizer)
+    with run.open_foreign(Path(where)) as foreign:
+        about_data = check_checkpoint_tokenizer(
+            foreign.tokenizer_identity(),
+            run.data.sources,
+            where,
+            run.config.Data.dataset.allow_tokenizer_mismatch,
+        )
+        for name, tensor in foreign.tensors():
+            if shard := tensors.get(f"model.{name}"):
+                shard.copy_from(tensor)
+            heartbeat.alive()
+        return [*foreign.notes, *about_data]
 
 
 def _source(config: Config, output_dir: Path) -> Path | None:

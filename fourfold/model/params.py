@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from fourfold.config.model_section import GATED
 
@@ -40,6 +40,18 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+
+
+_NOT_THE_NETWORK = {
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "initializer_range",
+    "depth_scaled_init",
+    "fused_linear",
+    "loss_chunk_tokens",
+    "z_loss",
+    "network",
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,28 @@ class ModelShape:
         if given["sliding_window_layers"] is not None:
             given["sliding_window_layers"] = tuple(given["sliding_window_layers"])
         return cls(**given)
+
+    @classmethod
+    def network_fields(cls) -> list[Field[Any]]:
+        """Of the sizes and options that decide which network this is; the others are of training
+        and of how it is computed."""
+        return [field for field in fields(cls) if field.name not in _NOT_THE_NETWORK]
+
+    def other_settings(self, network: ModelShape) -> list[str]:
+        """The keys of the `Model` section in which `network` is another, with its values."""
+        found = []
+        for field in self.network_fields():
+            own, other = getattr(self, field.name), getattr(network, field.name)
+            if isinstance(other, RopeScaling):
+                found += [
+                    f"{field.name}.{inner.name}={getattr(other, inner.name)}"
+                    for inner in fields(other)
+                    if getattr(own, inner.name) != getattr(other, inner.name)
+                ]
+            elif own != other:
+                other = list(other) if isinstance(other, tuple) else other
+                found.append(f"{field.name}={other}")
+        return found
 
     @property
     def head_size(self) -> int:
