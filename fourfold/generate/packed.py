@@ -17,6 +17,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from fourfold import native
 from fourfold.errors import UserError
 from fourfold.generate.sharing import RowPart
 from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, LayerNorm, Linear
+from fourfold.model.params import ModelShape
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 LARGEST_HALF = 65504.0
@@ -223,8 +225,9 @@ class HalfEmbedding(Embedding):
 def pack_model(model: GPT, kind: str) -> PackedLinear:
     """Replace every linear layer and the word embedding in place; returns the head.
 
-    Whole numbers are too coarse for the embedding, which is looked up and not read as a whole: with
-    them it keeps a table in half precision.
+    A tied embedding is the rows of the head. Whole numbers are too coarse for one, which is looked
+    up and not read as a whole: with them it keeps a table in half precision. So does one that is
+    not tied, except with float32.
     """
     table = model.embeddings.word.weight.data
     linears = [module for module in model.modules() if isinstance(module, Linear)]
@@ -239,11 +242,13 @@ def pack_model(model: GPT, kind: str) -> PackedLinear:
                 child.weight.data = torch.empty(0)  # the next one needs the memory
                 setattr(parent, name, PackedLinear(packed))
     head = PackedMatrix(kind, model.head_weight.data, None, memory)
-    if kind.startswith("int") or model.table.tied is None:
-        words: nn.Module = HalfEmbedding.of(table)
-    else:
-        words = PackedEmbedding(head)
-    model.embeddings.word = words  # type: ignore[assignment]
+    is_tied = model.table.tied is not None
+    if not is_tied:
+        model.head.weight.data = torch.empty(0)
+    if is_tied and not kind.startswith("int"):
+        model.embeddings.word = PackedEmbedding(head)  # type: ignore[assignment]
+    elif kind != "float32":
+        model.embeddings.word = HalfEmbedding.of(table)
     return PackedLinear(head)
 
 
@@ -252,8 +257,20 @@ def pack_model(model: GPT, kind: str) -> PackedLinear:
 
 def is_known(model: GPT) -> bool:
     """Whether the network is, part by part, the one of fourfold/model/gpt.py."""
+    shape = model.shape
+    options = {field.name for field in fields(ModelShape) if field.default is not MISSING}
+    network = options - {"num_key_value_heads", "head_dim", "norm_epsilon"}
+    plain = ModelShape(*[0] * (len(fields(ModelShape)) - len(options)))
+    ignored = ("dropout", "init", "fused", "chunk", "z_loss")
     return (
-        model.embeddings.position is not None
+        all(
+            getattr(shape, name) == getattr(plain, name)
+            for name in network
+            if not any(word in name for word in ignored)
+        )
+        and shape.key_value_heads == shape.num_attention_heads
+        and shape.num_attention_heads * shape.head_size == shape.hidden_size
+        and model.embeddings.position is not None
         and isinstance(model.norm, LayerNorm)
         and all(
             type(layer) is Block

@@ -91,6 +91,41 @@ def test_the_same_text_as_one_process(layout: str, strategy: str, run: TextRun) 
         assert written == alone
 
 
+# One head of keys and values for two ranks, norms over all heads, a window shorter than the texts.
+MODERN = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "qk_norm": "all_heads",
+    "bias": "none",
+    "tie_word_embeddings": False,
+    "position_embedding": "rotary",
+    "sliding_window": 6,
+    "sliding_window_layers": [1, 2],
+    "logit_scale": 0.8,
+    "logit_softcap": 20.0,
+    "attention_scale": 0.2,
+    "embedding_scale": 2.0,
+}
+
+
+@pytest.fixture(scope="module")
+def modern(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
+    return make_run(tmp_path_factory.mktemp("modern"), 4, 321, **MODERN)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", ["mp2", "pp2", "pp2 zbv", "sharding2"])
+def test_a_modern_network_too(layout: str, strategy: str, modern: TextRun) -> None:
+    size, degrees = LAYOUTS[layout]
+    (alone,) = texts_of(modern, 1, STRATEGIES[strategy])
+    assert all(alone) and len(alone) == len(PROMPTS)
+    for written in texts_of(modern, size, [*degrees, *STRATEGIES[strategy]]):
+        assert written == alone
+
+
 @pytest.mark.parametrize("layout", ["mp2", "pp2 zbv"])
 def test_a_foreign_checkpoint_is_spread_too(layout: str, run: TextRun, tmp_path: Path) -> None:
     convert(run.directory / "output", tmp_path / "hf", "hf", tokenizer=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -42,7 +43,8 @@ def sentences(count: int, seed: int) -> list[str]:
     ]
 
 
-def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320) -> TextRun:
+def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320, **model: Any) -> TextRun:
+    """`model` are more keys of the `Model` section."""
     run = TextRun(directory)
     texts = sentences(200, seed=1)
     train(texts, VOCAB).save(directory / "tokenizer.json")
@@ -80,6 +82,7 @@ def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320) -> Tex
                     "hidden_dropout_prob": 0.0,
                     "attention_probs_dropout_prob": 0.0,
                     "use_recompute": False,
+                    **model,
                 },
                 "Optimizer": {"lr": {"max_lr": 1e-2, "min_lr": 1e-3, "decay_steps": 30}},
                 "Generation": {"max_dec_len": 12, "top_k": 20},
