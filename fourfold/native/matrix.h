@@ -307,7 +307,33 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
 
 /* -- what comes out ------------------------------------------------------------------------------ */
 
-enum { PLAIN, GELU, ADD }; /* y = product, y = gelu(product), y += product; with the bias */
+/* y = product, y = f(product), y += product, y *= product; the product with its bias. */
+enum { PLAIN, GELU, GELU_ERF, RELU_SQUARED, SILU, ADD, TIMES };
+
+/* x / 2 (1 + erf(x / sqrt 2)); erf as 1 - p(t) e^-zz with t = 1 / (1 + 0.3275911 z), within 2e-7
+   (Abramowitz and Stegun 7.1.26). */
+INLINE vf v_gelu_erf(vf x) {
+  vf z = v_mul(v_abs(x), v_set(0.70710678118654752f));
+  vf t = v_div(v_set(1.0f), v_fma(v_set(0.3275911f), z, v_set(1.0f)));
+  vf p = v_set(1.061405429f);
+  p = v_fma(p, t, v_set(-1.453152027f));
+  p = v_fma(p, t, v_set(1.421413741f));
+  p = v_fma(p, t, v_set(-0.284496736f));
+  p = v_fma(p, t, v_set(0.254829592f));
+  vf tail = v_mul(v_mul(p, t), v_exp(v_mul(z, v_sub(v_zero(), z))));
+  return v_mul(v_set(0.5f), v_fma(v_abs(x), v_sub(v_set(1.0f), tail), x));
+}
+
+INLINE vf activated(int how, vf x) {
+  if (how == GELU) return v_gelu(x);
+  if (how == GELU_ERF) return v_gelu_erf(x);
+  if (how == SILU) return v_div(x, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x))));
+  if (how == RELU_SQUARED) {
+    vf above = v_max(v_zero(), x); /* of NaN the second operand */
+    return v_mul(above, above);
+  }
+  return x;
+}
 
 typedef struct {
   float *data;
@@ -322,15 +348,18 @@ static __attribute__((noinline)) void finish(int rows, int64_t width, const Matr
     for (int64_t o = 0; o < width; o += VL) {
       vf value = v_load(sums + r * width + o);
       if (m->bias) value = v_add(value, v_load(m->bias + first + o));
-      if (y.how == GELU) value = v_gelu(value);
+      value = activated(y.how, value);
       if (first + o + VL <= y.width) {
         if (y.how == ADD) value = v_add(v_load(row + o), value);
+        if (y.how == TIMES) value = v_mul(v_load(row + o), value);
         v_store(row + o, value);
       } else {
         float some[VL];
         v_store(some, value);
         for (int j = 0; first + o + j < y.width; j++)
-          row[o + j] = y.how == ADD ? row[o + j] + some[j] : some[j];
+          row[o + j] = y.how == ADD     ? row[o + j] + some[j]
+                       : y.how == TIMES ? row[o + j] * some[j]
+                                        : some[j];
       }
     }
   }

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.networks import Recomputing
 from torch import Tensor
 
 from fourfold import native
-from fourfold.generate import Decoder, Options, generate
-from fourfold.generate.weights import FORMATS
+from fourfold.generate import Decoder
 from fourfold.model import GPT, ModelShape, initialize
 from fourfold.model.params import RopeScaling
 
@@ -69,7 +67,7 @@ SHAPES = {
         activation="gelu",
         parallel_residual=True,
         position_embedding="rotary",
-        partial_rotary_factor=0.25,
+        partial_rotary_factor=1 / 3,
         tie_word_embeddings=False,
     ),
     "layer norm of heads": replace(GPT2, qk_norm="per_head", activation="relu_squared"),
@@ -136,3 +134,4 @@ def test_step_by_step_is_the_network_itself(name: str, way: str) -> None:
     found = step_by_step(decoder)
     assert relative(found, expected) < 1e-5
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    assert (decoder.fused is not None) == (way == "kernels")
