@@ -281,9 +281,15 @@ def pack_model(model: GPT, kind: str) -> PackedLinear:
 
 
 # What decides the network that decode.c computes, and what does not matter to generation.
-KNOWN_OPTIONS = frozenset(
-    ["num_key_value_heads", "head_dim", "activation", "normalization", "norm_epsilon", "norm_placement", "parallel_residual", "qk_norm", "bias", "tie_word_embeddings", "position_embedding", "rope_theta", "partial_rotary_factor", "rope_scaling", "sliding_window", "sliding_window_layers", "attention_scale", "embedding_scale", "logit_scale", "logit_softcap", "z_loss", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "depth_scaled_init", "fused_linear", "loss_chunk_tokens", "network"]
-)
+KNOWN_OPTIONS = {
+    *("num_key_value_heads", "head_dim", "activation", "normalization", "norm_epsilon"),
+    *("norm_placement", "parallel_residual", "qk_norm", "bias", "tie_word_embeddings"),
+    *("position_embedding", "rope_theta", "partial_rotary_factor", "rope_scaling"),
+    *("sliding_window", "sliding_window_layers", "attention_scale", "embedding_scale"),
+    *("logit_scale", "logit_softcap", "z_loss", "hidden_dropout_prob", "initializer_range"),
+    *("attention_probs_dropout_prob", "depth_scaled_init", "fused_linear", "loss_chunk_tokens"),
+    "network",
+}
 
 
 def is_known(model: GPT) -> bool:
@@ -367,9 +373,8 @@ class FusedGPT:
             for _, linear in self._linears(block)
         )
 
-    def _set_norm(self, struct: Any, name: str, norm: nn.Module) -> None:
-        weight = norm.weight
-        bias = getattr(norm, "bias", None)
+    def _set_norm(self, struct: Any, name: str, norm: Any) -> None:
+        weight, bias = norm.weight, getattr(norm, "bias", None)
         if bias is None:
             bias = torch.zeros_like(weight)
             self._kept.append(bias)
