@@ -39,7 +39,6 @@ from fourfold.model.gpt import (
     Linear,
     RMSNorm,
 )
-from fourfold.model.params import ModelShape
 from fourfold.model.rotary import rotation
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
@@ -297,7 +296,7 @@ def is_known(model: GPT) -> bool:
     kernels have."""
     shape = model.shape
     norm = RMSNorm if shape.normalization == "RMSNorm" else LayerNorm
-    options = [field for field in fields(ModelShape) if field.default is not MISSING]
+    options = [field for field in fields(shape) if field.default is not MISSING]
     return (
         all(
             option.name in KNOWN_OPTIONS or getattr(shape, option.name) == option.default
