@@ -13,6 +13,7 @@
 #include <sched.h>
 
 #include "cache.h"
+#include "pack.h"
 
 typedef struct {
   const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
@@ -404,7 +405,7 @@ void forward(const Network *net, const Row *rows, int64_t count, const int32_t *
   }
 }
 
-/* -- one product alone, and packing -------------------------------------------------------------- */
+/* -- one product alone --------------------------------------------------------------------------- */
 
 int64_t linear_scratch_bytes(const Matrix *m, int64_t rows) {
   return round_up(4 * rows) + rows * row_bytes(m->kind, m->inputs) + 64;
@@ -427,25 +428,4 @@ void linear(const Matrix *m, const float *x, int64_t width, int64_t rows, float 
     multiply(m, first, stop, (Rows){data, size, scales}, rows,
              (Result){y, m->outputs, m->outputs, PLAIN});
   }
-}
-
-void rows_of(const Matrix *m, const int64_t *outputs, int64_t count, int64_t width, float *to) {
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t k = 0; k < width; k++) to[i * width + k] = weight_at(m, outputs[i], k);
-}
-
-/* Bytes of the packed weights, of their scales and of their sums. */
-void packed_bytes(int64_t kind, int64_t outputs, int64_t inputs, int64_t *bytes) {
-  int64_t lanes = padded_panels(outputs) * PANEL, width = padded(inputs);
-  bytes[0] = padded_panels(outputs) * panel_bytes(kind, width);
-  bytes[1] = kind == INT8 ? 4 * lanes : kind == INT4 ? 2 * lanes * (width / GROUP) : 0;
-  bytes[2] = kind == INT8 ? 4 * lanes : 0;
-}
-
-/* Weights (outputs, inputs) of float32 into memory that is zero. */
-void pack(int64_t kind, int64_t outputs, int64_t inputs, const float *from, char *weights,
-          void *scales, int32_t *sums, int64_t threads) {
-#pragma omp parallel for schedule(static, PANEL) num_threads(threads)
-  for (int64_t output = 0; output < outputs; output++)
-    pack_output(kind, from + output * inputs, inputs, padded(inputs), output, weights, scales, sums);
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.forked import fourfold
 from helpers.ranks import on_ranks
-from helpers.tiny_text_run import TextRun, make_run
+from helpers.tiny_text_run import MODERN, TextRun, make_run
 
 from fourfold.config import load_config
 from fourfold.convert import convert
@@ -89,26 +89,6 @@ def test_the_same_text_as_one_process(layout: str, strategy: str, run: TextRun) 
     assert all(alone) and len(alone) == len(PROMPTS)
     for written in texts_of(run, size, [*degrees, *STRATEGIES[strategy]]):
         assert written == alone
-
-
-# One head of keys and values for two ranks, norms over all heads, a window shorter than the texts.
-MODERN = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 12,
-    "activation": "swiglu",
-    "normalization": "RMSNorm",
-    "qk_norm": "all_heads",
-    "bias": "none",
-    "tie_word_embeddings": False,
-    "position_embedding": "rotary",
-    "sliding_window": 6,
-    "sliding_window_layers": [1, 2],
-    "logit_scale": 0.8,
-    "logit_softcap": 20.0,
-    "attention_scale": 0.2,
-    "embedding_scale": 2.0,
-}
 
 
 @pytest.fixture(scope="module")

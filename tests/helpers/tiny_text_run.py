@@ -16,6 +16,24 @@ from fourfold.tools.prepare.pipeline import prepare
 
 TEXT = "the cat sat on a mat and the dog ran after it while rain fell over old stone walls"
 VOCAB = 300
+# One head of keys and values for all, norms over all heads, a window shorter than the texts.
+MODERN: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "qk_norm": "all_heads",
+    "bias": "none",
+    "tie_word_embeddings": False,
+    "position_embedding": "rotary",
+    "sliding_window": 6,
+    "sliding_window_layers": [1],
+    "logit_scale": 0.8,
+    "logit_softcap": 20.0,
+    "attention_scale": 0.2,
+    "embedding_scale": 2.0,
+}
 
 
 @dataclass(frozen=True)
