@@ -158,7 +158,7 @@ def tensors(place: Path) -> dict[str, Tensor]:
 
 
 def deviation(logits: Tensor, expected: Tensor) -> float:
-    """The largest, of the largest logit: either side is that far from the sum in double precision."""
+    """The largest, of the largest logit: either side is about that far from double precision."""
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
