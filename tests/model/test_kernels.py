@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.kept_bytes import kept_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -428,6 +430,40 @@ def test_the_network_is_the_same_without_them(
         limit = 1e-5 if dtype == torch.float32 else 3e-2
         size = float(torchs[name].norm()) + 1e-6
         assert float((gradient - torchs[name]).norm()) < limit * size, name
+
+
+def test_what_three_products_read_is_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, norm = [], kernels.rms_norm
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return norm(*given)
+
+    monkeypatch.setattr(kernels, "rms_norm", counted)
+    loss_and_gradients(LLAMA, torch.float32, remakes=True)
+    # Two of each layer and the last one, then two of each layer again.
+    assert calls == [True] * 5 + [False] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_layer_keeps(dtype: torch.dtype) -> None:
+    """No more than its products and norms read, but for a number a head and one a norm."""
+    shape = replace(LLAMA, qk_norm="per_head")
+
+    def kept(layers: int, remakes: bool) -> int:
+        model = GPT(replace(shape, num_layers=layers))
+        initialize(model, seed=0)
+        if remakes:
+            remake_cheap_outputs(model, norms=True)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return kept_bytes(model, torch.zeros(2, 40, dtype=torch.long))
+
+    each, width, wide, heads, keys = dtype.itemsize, 48, 136, 48, 24
+    norms = 2 * (4 * width + 4) + each * (heads + keys) + 4 * (4 + 2)
+    products = each * (heads + 2 * keys + heads + 2 * wide) + 4 * 4  # and sums of attention
+    outputs = each * (2 * width + wide)
+    assert kept(3, remakes=True) - kept(2, remakes=True) == 80 * (norms + products)
+    assert kept(3, False) - kept(2, False) == 80 * (norms + products + outputs)
 
 
 def test_they_can_be_switched_off() -> None:
