@@ -7,8 +7,8 @@
 once.
 """
 
-from fourfold.tokenizer.codec import Tokenizer, canonical_identity, train
+from fourfold.tokenizer.codec import Tokenizer, train
+from fourfold.tokenizer.facts import END_OF_TEXT, canonical_identity
 from fourfold.tokenizer.files import GPT2, file_in
-from fourfold.tokenizer.special import END_OF_TEXT
 
 __all__ = ["END_OF_TEXT", "GPT2", "Tokenizer", "canonical_identity", "file_in", "train"]

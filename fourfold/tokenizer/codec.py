@@ -28,8 +28,17 @@ from fourfold.atomic_files import replace_text
 from fourfold.errors import DataError, UserError
 from fourfold.processors import num_processors
 from fourfold.tokenizer import rules
+from fourfold.tokenizer.facts import (
+    END_OF_TEXT,
+    SpecialNames,
+    added_around,
+    canonical_identity,
+    config_beside,
+    find_end,
+)
 from fourfold.tokenizer.fast import (
     BLANK_SIGN,
+    LITTLE_CHARACTERS,
     ByteBpe,
     Encoded,
     FastEncoder,
@@ -39,23 +48,16 @@ from fourfold.tokenizer.fast import (
     without_surrogates,
 )
 from fourfold.tokenizer.ranks import begin_with, file_of
-from fourfold.tokenizer.special import (
-    END_OF_TEXT,
-    SpecialNames,
-    added_around,
-    config_beside,
-    find_end,
-)
 
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece's vocabularies name them
 # Encoded in both ways when a tokenizer is loaded: words, signs, blanks and line ends next to each
 # other, numbers, several scripts, and letters that versions 15 to 17 of Unicode brought.
 _PROBE = (
     "It's we'LL o'clock (see x[1:2345678]) - \t naïve Straße\n\n\n  def f(x):\r\n\t\treturn -x;\n"
-    "北京は日本語・カタカナ が 한국어 नमस्ते עברית العربية e\u0301 ½²Ⅷ٣ 🏳️‍🌈 \u3000\xa0 \x02\ue000!!\n \n   $x=='a'\"'sſ'ſt  "
+    "北京は日本語・カタカナ が 한국어 नमस्ते עברית العربية e\u0301 ½²Ⅷ٣ 🏳️‍🌈 \u3000\xa0 \x02"
+    "\ue000!!\n \n   $x=='a'\"'sſ'ſt  "
     "\U00011f04\U0001e030\U00010d4a\U000105c9\U0001cd00\U00016ea0 <|endoftext|></s>    \n  "
 )
-_PROBE_REPEATS = 24  # so that it is as much text as the fast path is for
 
 
 class Tokenizer:
@@ -92,14 +94,6 @@ class Tokenizer:
         self.begin_ids: tuple[int, ...] = self._find_begin(file, vocab)
         largest = [*vocab.values(), *(bpe.ranks.values() if bpe is not None else ())]
         self.vocab_size: int = max(largest) + 1
-        self.identity: str = _identity(file, bpe)
-        # What it was before: a hash of the file's words, or of the library's, which change with its
-        # version.
-        self.older_identity: str | None = None
-        if file is not None and not (bpe is not None and bpe.is_plain):
-            text = file.to_str()
-            older = hashlib.sha256(text.encode()).hexdigest() if bpe is None else None
-            self.older_identity = older or canonical_identity(text)
         self._is_fast = (self._bpe or self._words) is not None and self._agrees()
 
     def _find_begin(self, file: TokenizerFile | None, vocab: dict[str, int]) -> tuple[int, ...]:
@@ -113,7 +107,7 @@ class Tokenizer:
         """Whether the fast path says what the library says of a text that is hard to split."""
         if self._is_of_ranks or (self._bpe is not None and self._bpe.is_plain):
             return True
-        text = _PROBE * _PROBE_REPEATS
+        text = _PROBE * (2 + LITTLE_CHARACTERS // len(_PROBE))  # as much as the fast path is for
         fast, _ = self._fast.encode_joined([text])
         return bool(np.array_equal(fast, self._encode_slowly(text)))
 
@@ -155,9 +149,34 @@ class Tokenizer:
         model = str(json.loads(self._file.to_str())["model"]["type"])
         return f"SentencePiece {model}" if self._pieces_of_text is not None else model
 
+    @cached_property
+    def identity(self) -> str:
+        """A hash equal for two tokenizers exactly when they are the same one, however stored."""
+        if self._bpe is None:
+            return canonical_identity(self._file.to_str())
+        bpe = self._bpe
+        tokens = sorted((token_id, token.hex()) for token, token_id in bpe.ranks.items())
+        said: list[Any] = [rules.GPT2_SPLIT, tokens, sorted(bpe.specials.items())]
+        if not bpe.is_plain:
+            said = [bpe.rule.steps, bpe.composes, *said[1:], sorted(bpe.added.items())]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+    @cached_property
+    def older_identity(self) -> str | None:
+        """What it was to older versions: a hash of the file's words, or of the library's, which
+        change with its version."""
+        if self._is_of_ranks or (self._bpe is not None and self._bpe.is_plain):
+            return None
+        text = self._file.to_str()
+        if self._bpe is not None:
+            return canonical_identity(text)
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def is_known_as(self, identity: object) -> bool:
         """Whether data or a checkpoint that names this identity means this tokenizer."""
-        return identity is not None and identity in (self.identity, self.older_identity)
+        if identity is None or identity == self.identity:
+            return identity is not None
+        return identity == self.older_identity
 
     @staticmethod
     def load(path: str | Path | tuple[str | Path, str | Path]) -> Tokenizer:
@@ -202,7 +221,7 @@ class Tokenizer:
         file = TokenizerFile.from_str(self._file.to_str())
         if tuple(added_around(file)[0]) != self.begin_ids:
             plain = processors.ByteLevel(trim_offsets=False)
-            begin = [self._file.id_to_token(one) for one in self.begin_ids]
+            begin = [str(self._file.id_to_token(one)) for one in self.begin_ids]
             file.post_processor = begin_with(begin[0], self.begin_ids[0]) if begin else plain
         names = self.names.to_config() | {"eos_token": self.eos_token}
         names.pop("add_bos_token", None)
@@ -214,6 +233,13 @@ class Tokenizer:
         return file.to_str(pretty=True), names | {
             key: names.get(key, self.eos_token) for key in ("unk_token", "pad_token")
         }
+
+    def special_ids(self) -> dict[str, int]:
+        """The ids a model's description names: what begins and ends a text, and what fills up."""
+        begin = self.beginning(None) or self.beginning(self.names.bos is not None or None)
+        ids = {"bos_token_id": begin[0] if begin else self.eos_id, "eos_token_id": self.eos_id}
+        pad = self._specials.get(self.names.pad or "")
+        return ids if pad is None else ids | {"pad_token_id": pad}
 
     @property
     def is_gpt2_like(self) -> bool:
@@ -229,6 +255,28 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a text that begins, with what the tokenizer's family puts before it."""
         return [*self.begin_ids, *self.encode(text)]
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """The ids of a text that follows another, before which nothing belongs."""
+        if self._words is None or not self._is_fast:
+            return self.encode(text)
+        return self._fast.encode_within(text).tolist()
+
+    def beginning(self, wanted: bool | None) -> tuple[int, ...]:
+        """The ids before every document: none, those of the family's rule (None), or at least
+        the token for it."""
+        if wanted is False or (wanted is None and not self.begin_ids):
+            return ()
+        if self.begin_ids:
+            return self.begin_ids
+        number = self._specials.get(self.names.bos or "")
+        if number is None:
+            raise UserError(
+                "the tokenizer names no token that begins a text, so none can be put before "
+                "documents; name it as bos_token in the tokenizer_config.json beside it, or leave "
+                "--prepend-bos out"
+            )
+        return (number,)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`[encode(text) for text in texts]`, on all processors."""
@@ -433,51 +481,3 @@ def plain_byte_level(model: models.BPE) -> TokenizerFile:
 
 def end_of_text() -> AddedToken:
     return AddedToken(END_OF_TEXT, special=True, normalized=False)
-
-
-# -- identity -------------------------------------------------------------------------------------
-
-
-def _identity(file: TokenizerFile | None, bpe: ByteBpe | None) -> str:
-    """A hash equal for two tokenizers exactly when they are the same one, however stored."""
-    if bpe is None:
-        assert file is not None
-        return canonical_identity(file.to_str())
-    tokens = sorted((token_id, token.hex()) for token, token_id in bpe.ranks.items())
-    said: list[Any] = [rules.GPT2_SPLIT, tokens, sorted(bpe.specials.items())]
-    if not bpe.is_plain:
-        said = [bpe.rule.steps, bpe.composes, *said[1:], sorted(bpe.added.items())]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
-
-
-# Where `tokenizers` gave a part of a tokenizer a new option, older files mean this value by leaving
-# it out. Every other option is off unless it is mentioned.
-_ON_UNLESS_MENTIONED = {"use_regex", "split"}
-
-
-def canonical_identity(text: str) -> str:
-    """A hash of what a tokenizer.json says, whichever version of `tokenizers` wrote it."""
-    content = json.dumps(_canonical(json.loads(text)), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _canonical(state: Any) -> Any:
-    if isinstance(state, list):
-        return [_canonical(each) for each in state]
-    if not isinstance(state, dict):
-        return state
-    said: dict[str, Any] = {}
-    for key, value in state.items():
-        unless_mentioned = (True,) if key in _ON_UNLESS_MENTIONED else (None, False)
-        if key == "vocab":
-            said[key] = value
-        elif key == "merges":
-            said[key] = _pairs(value)
-        elif not any(value is each for each in unless_mentioned):
-            said[key] = _canonical(value)
-    return said
-
-
-def _pairs(merges: list[Any]) -> list[list[str]]:
-    """Merges are written as pairs, or joined by a blank, which no token of such a file holds."""
-    return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in merges]

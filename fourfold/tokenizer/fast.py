@@ -10,7 +10,6 @@ something special in it to the slow way.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import unicodedata
@@ -86,7 +85,7 @@ def byte_bpe(file: TokenizerFile, state: dict[str, Any]) -> ByteBpe | None:
     added = {str(token["content"]): int(token["id"]) for token in state["added_tokens"]}
     vocab = {token: number for token, number in model["vocab"].items() if token not in added}
     byte_of = byte_of_character()
-    if not set(vocab) >= set(byte_of) or any(set(token) - set(byte_of) for token in vocab):
+    if not set(vocab) >= set(byte_of) or not set("".join(vocab)) <= set(byte_of):
         return None
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model["merges"]]
     merged = ["".join(pair) for pair in pairs]
@@ -237,24 +236,32 @@ class FastEncoder:
         self._words = words
         self._free = threading.Lock()
         self._added = tuple(parts.added)
-        self._added_start = os.path.commonprefix(self._added) if self._added else ""
+        # What all of them begin with is looked for first.
+        self._added_start = _common_start(self._added)
 
     def encode_joined(self, texts: Sequence[str]) -> Encoded:
         """The ids of all texts one after the other; a long one in slices, so that it costs the
         memory of its ids and not many times that of its characters."""
         if sum(map(len, texts)) <= SLICE_CHARACTERS:
             return self._encode_short(texts)
-        return joined_ids([self._encode_long(text) for text in texts])
+        ids, lengths = [], []
+        for batch in _batches(texts):
+            encoded = self._encode_short(batch) if len(batch) > 1 else self._encode_long(batch[0])
+            ids.append(encoded[0])
+            lengths.append(encoded[1])
+        return np.concatenate(ids), np.concatenate(lengths)
 
-    def _encode_long(self, text: str) -> np.ndarray:
-        if len(text) <= SLICE_CHARACTERS:
-            return self._encode_short([text])[0]
+    def encode_within(self, text: str) -> np.ndarray:
+        """The ids of a text as they are after other text."""
+        return self._encode_one(text, within=True)
+
+    def _encode_long(self, text: str) -> Encoded:
         if self._holds_added(text):
-            return self._slowly(text)
+            return joined_ids([self._slowly(text)])
         slices = list(_slices(text))
         parts = [self._encode_short([slices[0]])[0]]
         parts += [self._encode_short([part], within=True)[0] for part in slices[1:]]
-        return np.concatenate(parts)
+        return joined_ids([np.concatenate(parts)])
 
     def _encode_short(self, texts: Sequence[str], within: bool = False) -> Encoded:
         """`within` a longer text they do not begin it."""
@@ -378,9 +385,29 @@ def _word_finder(parts: SentenceWords) -> FindBegins:
     return find
 
 
+def _common_start(texts: Sequence[str]) -> str:
+    least, most = min(texts, default=""), max(texts, default="")
+    same = next((at for at, (a, b) in enumerate(zip(least, most)) if a != b), len(least))
+    return least[:same]
+
+
 def joined_ids(encoded: Sequence[np.ndarray]) -> Encoded:
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     return np.concatenate([np.empty(0, np.uint32), *encoded]), lengths
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts together as long as a slice may be, a longer one alone."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if batch and characters + len(text) > SLICE_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch
 
 
 def _slices(text: str) -> Iterator[str]:

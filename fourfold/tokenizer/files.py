@@ -23,10 +23,10 @@ from tokenizers import models
 
 from fourfold.errors import DataError, UserError
 from fourfold.tokenizer.codec import Tokenizer, end_of_text, plain_byte_level
+from fourfold.tokenizer.facts import END_OF_TEXT, SpecialNames, read_names
 from fourfold.tokenizer.fast import ByteBpe
 from fourfold.tokenizer.ranks import looks_like_ranks, read_ranks, read_tekken
 from fourfold.tokenizer.sentences import looks_like_sentencepiece, sentence_file
-from fourfold.tokenizer.special import END_OF_TEXT, SpecialNames, read_names
 
 GPT2 = "gpt2"
 GPT2_FILES = {
@@ -64,8 +64,9 @@ def _read(place: str | Path | tuple[str | Path, str | Path]) -> Read:
     file = file_in(path)
     if file is None:
         raise DataError(
-            f"{path}: holds neither tokenizer.json nor vocab.json with merges.txt, tokenizer.model, "
-            "tekken.json or one file *.tiktoken; give the directory or the file of a tokenizer"
+            f"{path}: holds neither tokenizer.json nor vocab.json with merges.txt, nor "
+            "tokenizer.model, tekken.json or one *.tiktoken; give the directory or the file of a "
+            "tokenizer"
         )
     if file.name == PAIR[0]:
         return _read_pair(file, path / PAIR[1])
@@ -87,8 +88,8 @@ def file_in(directory: Path) -> Path | None:
 def _read_file(path: Path) -> Read:
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file; give a tokenizer.json, a tokenizer's directory, a SentencePiece "
-            ".model or a file of merge ranks"
+            f"{path}: no such file; give a tokenizer.json, a tokenizer's directory, a "
+            "SentencePiece .model or a file of merge ranks"
         )
     with path.open("rb") as opened:
         start = opened.read(_START_BYTES)

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from fourfold.errors import DataError
 from fourfold.tokenizer import rules
+from fourfold.tokenizer.facts import END_OF_TEXT, SpecialNames
 from fourfold.tokenizer.fast import ByteBpe, byte_of_character, every_pair
-from fourfold.tokenizer.special import END_OF_TEXT, SpecialNames
 
 MOST_BYTES = 64 << 20
 _LONGEST_TOKEN_BYTES = 4096

@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as TokenizerFile
 
 from fourfold.errors import DataError
+from fourfold.tokenizer.facts import SpecialNames
 from fourfold.tokenizer.fast import BLANK_SIGN, every_pair
 from fourfold.tokenizer.ranks import begin_with
-from fourfold.tokenizer.special import SpecialNames
 
 MOST_BYTES = 64 << 20
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -172,9 +172,14 @@ def sentence_file(path: Path) -> tuple[TokenizerFile, SpecialNames]:
     file.decoder = decoders.Sequence(
         [decoders.Replace(BLANK_SIGN, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
+    # After a symbol of the user the library would begin a new text, with a blank of its own; where
+    # texts begin so, a symbol is a command, and in a document it is text.
+    symbols_are_text = not model.begins_with_blank
     file.add_tokens(
         [
-            AddedToken(text, special=kind != USER_DEFINED, normalized=False)
+            AddedToken(
+                text, special=not (kind == USER_DEFINED and symbols_are_text), normalized=False
+            )
             for text, _, kind in model.pieces
             if kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
@@ -200,8 +205,6 @@ def _refuse_what_differs(path: Path, model: SentenceModel) -> None:
         wrong = "its blanks belong to the word before them, or are not escaped"
     elif UNUSED in kinds:
         wrong = "it has pieces that are marked as unused"
-    elif USER_DEFINED in kinds and model.begins_with_blank:
-        wrong = "it has symbols of its user and begins every text with a blank"
     elif model.falls_back_to_bytes and sum(kind == BYTE for _, _, kind in model.pieces) != 256:
         wrong = "it falls back to bytes and has not 256 of them"
     elif model.name_of(model.unk_id) is None:
@@ -217,7 +220,12 @@ def _bpe(path: Path, model: SentenceModel) -> models.BPE:
     """SentencePiece joins the two neighbours that make the piece of the highest score."""
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
     several = [text for text in scores if len(text) > 1]
-    if len({scores[text] for text in several}) != len(several):
+    runs = {text for text in several if not text.strip(BLANK_SIGN)}
+    words = [text for text in several if text not in runs]
+    lowest = min((scores[text] for text in words), default=0.0)
+    if len({scores[text] for text in words}) != len(words) or any(
+        scores[text] >= lowest for text in runs
+    ):
         raise DataError(
             f"{path}: two pieces have the same score, so which is joined first is not said; give "
             "the tokenizer.json of its model"
@@ -228,7 +236,11 @@ def _bpe(path: Path, model: SentenceModel) -> models.BPE:
             f"{path}: {min(characters)!r} is within pieces and not one itself; the file is damaged "
             "or of another kind"
         )
-    order = {text: place for place, text in enumerate(sorted(scores, key=lambda t: -scores[t]))}
+    # Of runs of blanks, all of one score, SentencePiece joins the leftmost two. That makes the
+    # first run as long as it can be before another begins, as joining to the longest does.
+    ordered = [text for text in sorted(scores, key=lambda text: -scores[text]) if text not in runs]
+    ordered += sorted(runs, key=len, reverse=True)
+    order = {text: place for place, text in enumerate(ordered)}
     return models.BPE(
         vocab={text: number for number, (text, _, _) in enumerate(model.pieces)},
         merges=list(every_pair(order)),

@@ -1,4 +1,4 @@
-"""Special tokens: which one ends a document, which begins a text, and who says so.
+"""Facts about a tokenizer: what its special tokens are for, and which tokenizer it is.
 
 A tokenizer.json lists special tokens and not what they are for. That is in the files beside it
 (`tokenizer_config.json`, or `special_tokens_map.json`), and, for what a text begins with, in its
@@ -8,6 +8,7 @@ is taken.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -116,3 +117,39 @@ def added_around(file: TokenizerFile) -> tuple[list[int], list[int]]:
             at = next((at for at in starts if full[at : at + len(plain)] == plain), 0)
             return full[:at], full[at + len(plain) :]
     return [], []
+
+
+# -- identity -------------------------------------------------------------------------------------
+
+
+# Where `tokenizers` gave a part of a tokenizer a new option, older files mean this value by leaving
+# it out. Every other option is off unless it is mentioned.
+_ON_UNLESS_MENTIONED = {"use_regex", "split"}
+
+
+def canonical_identity(text: str) -> str:
+    """A hash of what a tokenizer.json says, whichever version of `tokenizers` wrote it."""
+    content = json.dumps(_canonical(json.loads(text)), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _canonical(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_canonical(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    said: dict[str, Any] = {}
+    for key, value in state.items():
+        unless_mentioned = (True,) if key in _ON_UNLESS_MENTIONED else (None, False)
+        if key == "vocab":
+            said[key] = value
+        elif key == "merges":
+            said[key] = _pairs(value)
+        elif not any(value is each for each in unless_mentioned):
+            said[key] = _canonical(value)
+    return said
+
+
+def _pairs(merges: list[Any]) -> list[list[str]]:
+    """Merges are written as pairs, or joined by a blank, which no token of such a file holds."""
+    return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in merges]
