@@ -61,6 +61,10 @@ class SplitRule:
     begins: Begins | None = None
     sets_han_apart: bool = False
 
+    def __reduce__(self) -> tuple[Callable[[str], SplitRule], tuple[str]]:
+        """Copied, or sent to another process, it is the one of its name."""
+        return rule_named, (self.name,)
+
 
 # -- the rules themselves -------------------------------------------------------------------------
 
@@ -276,6 +280,10 @@ DEEPSEEK = SplitRule(
 
 RULES = {rule.name: rule for rule in (GPT2, LLAMA3, QWEN, QWEN35, CL100K, O200K, TEKKEN, DEEPSEEK)}
 _OF_STEPS = {rule.steps: rule for rule in RULES.values()}
+
+
+def rule_named(name: str) -> SplitRule:
+    return RULES[name]
 
 
 def rule_of(pre_tokenizer: dict[str, Any] | None) -> SplitRule | None:
