@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import sys
 
 import numpy as np
@@ -79,16 +78,14 @@ def test_gpt4s_rule_is_that_of_openais_library(
     finders: dict[str, rules.FindBegins], text: str
 ) -> None:
     # Its function would fetch the ranks; only the expression is wanted.
-    found = [
-        const for const in openai_public.cl100k_base.__code__.co_consts if r"\s++$" in str(const)
-    ]
-    theirs = regex.findall(found[0], text.replace("ǅ", ""))
-    assert pieces_of(finders["cl100k"], [text.replace("ǅ", "")])[:-1] == theirs
+    constants = openai_public.cl100k_base.__code__.co_consts
+    expression = next(one for one in constants if r"\s++$" in str(one))
+    assert pieces_of(finders["cl100k"], [text])[:-1] == regex.findall(expression, text)
 
 
 def test_a_rule_is_the_same_one_wherever_it_is_sent() -> None:
     for rule in rules.RULES.values():
-        assert copy.deepcopy(rule) is rule and pickle.loads(pickle.dumps(rule)) is rule
+        assert copy.deepcopy(rule) is rule
 
 
 BYTES_ALONE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +79,8 @@ def test_every_rule_encodes_as_in_tokenizers(
 
 def test_ordinary_added_tokens_are_found_in_texts(trained: Tokenizer, amount: None) -> None:
     file = ruled(trained, rules.QWEN, composes=True)
-    file.add_tokens([AddedToken("<tool>", normalized=False), "<|user|>", "é"])
-    texts = ["a <tool> b", "<|user|>", "e\u0301 é", "no such thing é", *HARD[:20]]
+    file.add_tokens([AddedToken("<tool>", normalized=False), "<|user|>", "ñandú"])
+    texts = ["a <tool> b", "<|user|>", "n\u0303andu\u0301 ñandú", "no such thing é", *HARD[:20]]
     tokenizer = Tokenizer(file)
     assert tokenizer.path == "vectors"
     check(tokenizer, library(file), texts)
@@ -95,7 +96,7 @@ def test_long_texts_are_cut_where_it_changes_nothing(
     monkeypatch.setattr(fast, "SLICE_CHARACTERS", 50)
     for rule in (rules.LLAMA3, rules.QWEN, rules.DEEPSEEK):
         file = ruled(trained, rule, composes=True)
-        check(Tokenizer(file), library(file), [" ".join(HARD[:20]), *python_texts(20_000)[:2]])
+        check(Tokenizer(file), library(file), [" ".join(HARD[:12]), python_texts(1)[0][:3000]])
 
 
 @pytest.mark.parametrize("change", ["another order", "a pair missing", "another normalizer"])
@@ -121,8 +122,12 @@ def test_a_library_that_splits_otherwise_is_believed(
 ) -> None:
     """As one with another version of Unicode would, on the text that is tried when loading."""
     file = ruled(trained, rules.LLAMA3)
-    monkeypatch.setattr(rules, "BLANKS", rules.BLANKS[:-1])
-    tokenizer = Tokenizer(file)
+    encode = fast.FastEncoder.encode_joined
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fast.FastEncoder, "encode_joined", lambda *given: (encode(*given)[0][:-1], [])
+        )
+        tokenizer = Tokenizer(file)
     assert tokenizer.path == "tokenizers"
     assert tokenizer.identity == Tokenizer(file).identity
     check(tokenizer, library(file), HARD[:40])
@@ -255,12 +260,12 @@ LLAMA2 = {
     ("kind", "settings"),
     [
         ("bpe", LLAMA2),
-        ("bpe", {"byte_fallback": True, "add_dummy_prefix": False}),
-        ("bpe", {}),
-        ("unigram", LLAMA2 | {"byte_fallback": False}),
-        ("unigram", {"byte_fallback": True}),
+        ("bpe", LLAMA2 | {"add_dummy_prefix": False}),
+        ("bpe", {"normalization_rule_name": "identity"}),
+        ("unigram", {"normalization_rule_name": "identity"}),
+        ("unigram", LLAMA2),
     ],
-    ids=["bpe as Llama 2", "bpe without prefix", "bpe, NFKC", "unigram", "unigram, NFKC"],
+    ids=["bpe as Llama 2", "bpe without prefix", "bpe", "unigram", "unigram with bytes"],
 )
 def test_sentencepiece_models_encode_as_their_library(
     kind: str, settings: dict[str, object], tmp_path: Path, amount: None
@@ -270,12 +275,13 @@ def test_sentencepiece_models_encode_as_their_library(
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
     tokenizer = Tokenizer.load(path)
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.begin_ids) == (700, 2, (1,))
-    is_fast = settings is LLAMA2 or "add_dummy_prefix" in settings
+    is_fast = "byte_fallback" in settings
     assert tokenizer.path == ("vectors" if kind == "bpe" and is_fast else "tokenizers")
     texts = [*python_texts(60_000), *HARD]
     if kind == "unigram" and "byte_fallback" in settings:
-        # The library takes the name of a byte that a text spells out for that byte.
-        texts = [text for text in texts if "<0x" not in text]
+        # The library takes the name of a byte that a text spells out for that byte, and of runs of
+        # blanks that score alike another one.
+        texts = [re.sub(" +", " ", text) for text in texts if "<0x" not in text]
     check(tokenizer, theirs.encode, texts)
     # Special tokens are text, and a saved copy is the same tokenizer.
     assert tokenizer.eos_id not in tokenizer.encode("</s> <s>")
@@ -304,6 +310,8 @@ def test_what_tokenizers_would_do_otherwise_is_refused(tmp_path: Path) -> None:
         path = sentence_model(kind, tmp_path, hard_vocab_limit=False)
         with pytest.raises(DataError, match=f"of the kind {kind.upper()}"):
             Tokenizer.load(path)
+    with pytest.raises(DataError, match="normalized by a map of characters"):
+        Tokenizer.load(sentence_model("unigram", tmp_path))
     path = sentence_model("bpe", tmp_path, treat_whitespace_as_suffix=True)
     with pytest.raises(DataError, match="belong to the word before them"):
         Tokenizer.load(path)

@@ -26,6 +26,7 @@ MOST_BYTES = 64 << 20
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM, BPE = 1, 2
 _KINDS = {3: "WORD", 4: "CHAR"}
+_ROUNDS = 3
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 
 
@@ -160,10 +161,9 @@ def sentence_file(path: Path) -> tuple[TokenizerFile, SpecialNames]:
     _refuse_what_differs(path, model)
     file = TokenizerFile(_bpe(path, model) if model.kind == BPE else _unigram(path, model))
     steps: list[Any] = []
-    if model.characters_map:
-        steps.append(normalizers.Precompiled(model.characters_map))
     if model.removes_blanks:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     if model.begins_with_blank:
         steps.append(normalizers.Prepend(BLANK_SIGN))
     steps.append(normalizers.Replace(" ", BLANK_SIGN))
@@ -193,6 +193,9 @@ def sentence_file(path: Path) -> tuple[TokenizerFile, SpecialNames]:
     )
     if names.bos is not None:
         file.post_processor = begin_with(names.bos, model.bos_id)
+    # The library reads some numbers a little off; so that a saved copy says the same as this one.
+    for _ in range(_ROUNDS):
+        file = TokenizerFile.from_str(file.to_str())
     return file, names
 
 
@@ -203,6 +206,8 @@ def _refuse_what_differs(path: Path, model: SentenceModel) -> None:
         wrong = f"its model is of the kind {_KINDS.get(model.kind, model.kind)}"
     elif model.blanks_are_suffixes or not model.escapes_blanks:
         wrong = "its blanks belong to the word before them, or are not escaped"
+    elif model.characters_map:
+        wrong = "its text is first normalized by a map of characters, as NFKC does"
     elif UNUSED in kinds:
         wrong = "it has pieces that are marked as unused"
     elif model.falls_back_to_bytes and sum(kind == BYTE for _, _, kind in model.pieces) != 256:
@@ -223,8 +228,10 @@ def _bpe(path: Path, model: SentenceModel) -> models.BPE:
     runs = {text for text in several if not text.strip(BLANK_SIGN)}
     words = [text for text in several if text not in runs]
     lowest = min((scores[text] for text in words), default=0.0)
-    if len({scores[text] for text in words}) != len(words) or any(
-        scores[text] >= lowest for text in runs
+    is_ordered = len({scores[text] for text in several}) == len(several)
+    runs_are_last = all(scores[text] < lowest for text in runs)
+    if not is_ordered and (
+        len({scores[text] for text in words}) != len(words) or not runs_are_last
     ):
         raise DataError(
             f"{path}: two pieces have the same score, so which is joined first is not said; give "
@@ -238,8 +245,10 @@ def _bpe(path: Path, model: SentenceModel) -> models.BPE:
         )
     # Of runs of blanks, all of one score, SentencePiece joins the leftmost two. That makes the
     # first run as long as it can be before another begins, as joining to the longest does.
-    ordered = [text for text in sorted(scores, key=lambda text: -scores[text]) if text not in runs]
-    ordered += sorted(runs, key=len, reverse=True)
+    ordered = sorted(scores, key=lambda text: -scores[text])
+    if not is_ordered:
+        ordered = [text for text in ordered if text not in runs]
+        ordered += sorted(runs, key=len, reverse=True)
     order = {text: place for place, text in enumerate(ordered)}
     return models.BPE(
         vocab={text: number for number, (text, _, _) in enumerate(model.pieces)},
