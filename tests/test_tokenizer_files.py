@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiktoken
 from helpers.hard_text import FRAGMENTS, hard_texts, python_texts
+from helpers.sentence_files import tiny_sentence_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
@@ -315,25 +315,6 @@ def test_what_tokenizers_would_do_otherwise_is_refused(tmp_path: Path) -> None:
     path = sentence_model("bpe", tmp_path, treat_whitespace_as_suffix=True)
     with pytest.raises(DataError, match="belong to the word before them"):
         Tokenizer.load(path)
-
-
-def field(number: int, content: bytes | int | float) -> bytes:
-    """One field of a protocol buffer, short."""
-    if isinstance(content, float):
-        return bytes([number << 3 | 5]) + struct.pack("<f", content)
-    if isinstance(content, int):
-        return bytes([number << 3, content])
-    return bytes([number << 3 | 2, len(content)]) + content
-
-
-def tiny_sentence_model() -> bytes:
-    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
-    pieces += [("ab", -0.0, 1), ("▁ab", -1.0, 1), ("▁", -2.0, 1), ("a", -3.0, 1), ("b", -4.0, 1)]
-    content = b"".join(
-        field(1, field(1, text.encode()) + field(2, score) + field(3, kind))
-        for text, score, kind in pieces
-    )
-    return content + field(2, field(3, 2)) + field(3, field(4, 0))
 
 
 def test_a_sentencepiece_model_by_hand(tmp_path: Path) -> None:

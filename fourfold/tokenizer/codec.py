@@ -236,10 +236,16 @@ class Tokenizer:
 
     def special_ids(self) -> dict[str, int]:
         """The ids a model's description names: what begins and ends a text, and what fills up."""
-        begin = self.beginning(None) or self.beginning(self.names.bos is not None or None)
-        ids = {"bos_token_id": begin[0] if begin else self.eos_id, "eos_token_id": self.eos_id}
-        pad = self._specials.get(self.names.pad or "")
+        begin, pad = self._id_of(self.names.bos), self._id_of(self.names.pad)
+        if self.begin_ids or begin is None:
+            begin = (*self.begin_ids, self.eos_id)[0]
+        ids = {"bos_token_id": begin, "eos_token_id": self.eos_id}
         return ids if pad is None else ids | {"pad_token_id": pad}
+
+    def _id_of(self, name: str | None) -> int | None:
+        if name is None or name in self._specials:
+            return self._specials.get(name or "")
+        return self._file.token_to_id(name)
 
     @property
     def is_gpt2_like(self) -> bool:
@@ -269,7 +275,7 @@ class Tokenizer:
             return ()
         if self.begin_ids:
             return self.begin_ids
-        number = self._specials.get(self.names.bos or "")
+        number = self._id_of(self.names.bos)
         if number is None:
             raise UserError(
                 "the tokenizer names no token that begins a text, so none can be put before "
