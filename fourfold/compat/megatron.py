@@ -91,7 +91,9 @@ def read_vocabulary(flags: Flags, directory: Path) -> VocabularyFlags:
         directory.mkdir(parents=True, exist_ok=True)
         # Many processes, on several machines, may be writing here at once.
         with TemporaryDirectory(dir=directory, prefix=".tokenizer-") as own:
-            tokenizer.save(own).replace(file)
+            tokenizer.save(own)
+            for written in Path(own).iterdir():
+                written.replace(directory / written.name)
         return VocabularyFlags(tokenizer.vocab_size, file)
     except OSError as error:
         raise UserError(

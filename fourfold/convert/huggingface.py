@@ -12,7 +12,6 @@ size.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ from fourfold.convert.imported import (
 from fourfold.convert.torch_files import read_torch_file
 from fourfold.errors import CheckpointError
 from fourfold.model import count_parameters
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer
+from fourfold.tokenizer import Tokenizer
 
 CONFIG = "config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -235,10 +234,9 @@ def write_huggingface(
     for name, source in model.stored.items():
         weights |= _by_their_names(family, name, source, shape.num_attention_heads)
     _write_shards(directory, weights, shard_bytes)
-    end = tokenizer.eos_id if tokenizer else None
-    ends = {"bos_token_id": end, "eos_token_id": end}
+    ends = tokenizer.special_ids() if tokenizer else dict.fromkeys(("bos_token_id", "eos_token_id"))
     write_json(directory / CONFIG, _config(model, family) | ends)
-    write_json(directory / "generation_config.json", ends | {"pad_token_id": end})
+    write_json(directory / "generation_config.json", {"pad_token_id": ends["eos_token_id"]} | ends)
     if tokenizer is not None:
         _write_tokenizer(directory, tokenizer, shape.max_position_embeddings)
     (directory / "README.md").write_text(_card(model, family, tokenizer))
@@ -325,25 +323,19 @@ def _config(model: ForeignModel, family: Family) -> dict[str, Any]:
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, positions: int) -> None:
-    tokenizer.save(directory / "tokenizer.json")
-    # GPT-2 has no padding of its own; whatever follows the end is masked.
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
+    text, special = tokenizer.for_transformers()
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
     write_json(directory / "tokenizer_config.json", about | special)
     write_json(directory / "special_tokens_map.json", special)
     write_pair(directory, tokenizer)
 
 
-def _kind(tokenizer: Tokenizer) -> str:
-    if tokenizer.is_gpt2_like:
-        return "byte-level BPE"
-    return json.loads(tokenizer.to_json())["model"]["type"]
-
-
 def _card(model: ForeignModel, family: Family, tokenizer: Tokenizer | None) -> str:
     sizes = model.shape
     words = (
-        f"{_kind(tokenizer)} of {tokenizer.vocab_size} tokens; documents end with `{END_OF_TEXT}`"
+        f"{tokenizer.kind} of {tokenizer.vocab_size} tokens; documents end with "
+        f"`{tokenizer.eos_token}`"
         if tokenizer
         else "none was given; add the one the model was trained with"
     )

@@ -34,7 +34,7 @@ from fourfold.checkpoint.bounded import read_bounded
 from fourfold.config.model_section import GATED
 from fourfold.errors import CheckpointError, UserError
 from fourfold.model.params import ModelShape, RopeScaling, gpt_parameters
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer
+from fourfold.tokenizer import END_OF_TEXT, Tokenizer, file_in
 
 Kind = Literal["fourfold", "hf", "fleetx", "megatron"]
 
@@ -451,8 +451,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def find_tokenizer(*directories: Path) -> Path | None:
     """The first of these directories that holds a tokenizer's files."""
     for directory in directories:
-        pair = directory / "vocab.json", directory / "merges.txt"
-        if (directory / "tokenizer.json").is_file() or all(file.is_file() for file in pair):
+        if file_in(directory) is not None:
             return directory
     return None
 
