@@ -2,14 +2,17 @@
 
 One run, one model (by default GPT-2 124M: 12 layers, 768 wide, 12 heads, vocabulary 50304), one
 batch (4 x 512 tokens), AdamW with clipping to 1.0, no dropout. Fourfold is run as a user runs it,
-by `fourfold train`; `transformers` GPT-2 in each variant worth trying (fp32 and bf16 autocast,
-compiled and not, fused AdamW). Each variant is a process of its own, so its peak memory is its
-own; rounds alternate between the variants and medians are taken, since machines are noisy. The
-matrix-product bound is the time of the model's products alone, at its shapes, in the same number
-format as the variant's.
+by `fourfold train`; `transformers` in each variant worth trying (fp32 and bf16 autocast, compiled
+and not, fused AdamW). Each variant is a process of its own, so its peak memory is its own; rounds
+alternate between the variants and medians are taken, since machines are noisy. The matrix-product
+bound is the time of the model's products alone, at its shapes, in the same number format as the
+variant's.
 
-    python benchmarks/train_step.py [--size 124M] [--rounds 2] [--steps 3] [--threads 2]
-        [--dtypes float32] [--avx2] [--static] [--dropout 0.1]
+    python benchmarks/train_step.py [--family llama] [--size 124M] [--rounds 2] [--steps 3]
+        [--threads 2] [--dtypes float32] [--avx2] [--static] [--dropout 0.1]
+
+`--family llama` is the modern network: rotary positions, RMSNorm, SwiGLU, three heads of queries
+(two in `quickstart`, four in `345M`) to one of keys and values, no biases, a head of its own.
 
 `--avx2` keeps both sides to AVX2, as on processors that have no more; `--static` adds Fourfold with
 compiled layers; `--baseline DIR` adds Fourfold as it is in another checkout.
@@ -34,6 +37,8 @@ class Size(NamedTuple):
     layers: int
     hidden: int
     heads: int
+    kv_heads: int
+    ffn: int
     vocab: int
     batch: int
     seq: int
@@ -42,11 +47,27 @@ class Size(NamedTuple):
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    def linears(self, family: str) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's products."""
+        keys = self.kv_heads * self.hidden // self.heads
+        into = [(self.hidden, self.ffn)] * (2 if family == "llama" else 1)
+        heads = [(self.hidden, self.hidden), (self.hidden, keys), (self.hidden, keys)]
+        if family == "gpt2":
+            heads = [(self.hidden, 3 * self.hidden)]
+        return [*heads, (self.hidden, self.hidden), *into, (self.ffn, self.hidden)]
+
 
 SIZES = {
-    "quickstart": Size(4, 256, 4, 4096, 16, 256),
-    "124M": Size(12, 768, 12, 50304, 4, 512),
-    "345M": Size(24, 1024, 16, 50304, 4, 512),
+    "gpt2": {
+        "quickstart": Size(4, 256, 4, 4, 1024, 4096, 16, 256),
+        "124M": Size(12, 768, 12, 12, 3072, 50304, 4, 512),
+        "345M": Size(24, 1024, 16, 16, 4096, 50304, 4, 512),
+    },
+    "llama": {
+        "quickstart": Size(4, 256, 4, 2, 768, 4096, 16, 256),
+        "124M": Size(12, 768, 12, 4, 2048, 32000, 4, 512),
+        "345M": Size(24, 1024, 16, 4, 2816, 32000, 4, 512),
+    },
 }
 AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -71,15 +92,27 @@ Model:
   hidden_size: {size.hidden}
   num_layers: {size.layers}
   num_attention_heads: {size.heads}
+  ffn_hidden_size: {size.ffn}
   max_position_embeddings: 1024
   hidden_dropout_prob: 0.0
   attention_probs_dropout_prob: {dropout}
-  use_recompute: False
+  use_recompute: False{family}
 Optimizer:
   weight_decay: 0.1
   grad_clip: 1.0
   lr: {{decay_steps: 1000, max_lr: 1.0e-4, min_lr: 1.0e-5}}
 """
+
+FAMILIES = {
+    "gpt2": "",
+    "llama": """
+  num_key_value_heads: {size.kv_heads}
+  position_embedding: rotary
+  normalization: RMSNorm
+  activation: swiglu
+  bias: none
+  tie_word_embeddings: False""",
+}
 
 # Who, number format, whether compiled.
 Variant = tuple[str, str, bool]
@@ -87,7 +120,8 @@ Variant = tuple[str, str, bool]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="124M")
+    parser.add_argument("--family", choices=SIZES, default="gpt2")
+    parser.add_argument("--size", choices=SIZES["gpt2"], default="124M")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
     parser.add_argument("--threads", type=int, default=2)
@@ -150,7 +184,8 @@ def measure(variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
 
 def child(options: argparse.Namespace, what: str, dtype: str, compiled: bool) -> dict[str, Any]:
     """Run this file again as a process of its own and read its result."""
-    command = [sys.executable, __file__, "--child", what, "--dtype", dtype, "--size", options.size]
+    command = [sys.executable, __file__, "--child", what, "--dtype", dtype]
+    command += ["--family", options.family, "--size", options.size]
     command += ["--steps", str(options.steps), "--threads", str(options.threads)]
     command += ["--dropout", str(options.dropout)]
     command += ["--compiled"] if compiled else []
@@ -162,11 +197,12 @@ def fourfold_steps(
     dtype: str, compiled: bool, checkout: str | None, options: argparse.Namespace
 ) -> dict[str, Any]:
     """`fourfold train` on random tokens; times and memory are those of its own metrics."""
-    size = SIZES[options.size]
+    size = SIZES[options.family][options.size]
     with tempfile.TemporaryDirectory() as directory:
         config, data = Path(directory, "config.yaml"), Path(directory, "data")
         data.mkdir()
-        config.write_text(CONFIG.format(size=size, dropout=options.dropout))
+        family = FAMILIES[options.family].format(size=size)
+        config.write_text(CONFIG.format(size=size, dropout=options.dropout, family=family))
         write_random_tokens(data / "random", (options.steps + 2) * size.tokens + 1, size.vocab)
         overrides = [
             f"Engine.max_steps={options.steps + 1}",
@@ -207,22 +243,11 @@ def transformers_steps(options: argparse.Namespace) -> dict[str, Any]:
     import resource
 
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     start = time.perf_counter()
     torch.set_num_threads(options.threads)
-    size = SIZES[options.size]
-    config = GPT2Config(
-        vocab_size=size.vocab,
-        n_positions=1024,
-        n_embd=size.hidden,
-        n_layer=size.layers,
-        n_head=size.heads,
-        use_cache=False,
-    )
-    config.resid_pdrop = config.embd_pdrop = 0.0
-    config.attn_pdrop = options.dropout
-    model = GPT2LMHeadModel(config).train()
+    size = SIZES[options.family][options.size]
+    model = transformers_model(options.family, size, options.dropout).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     run = torch.compile(model) if options.compiled else model
     dtype = getattr(torch, options.dtype)
@@ -248,12 +273,46 @@ def transformers_steps(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "peak_bytes": peak, "first_step_seconds": first}
 
 
+def transformers_model(family: str, size: Size, dropout: float) -> Any:
+    """With attention through scaled_dot_product_attention, which is their default."""
+    if family == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=size.vocab,
+                hidden_size=size.hidden,
+                intermediate_size=size.ffn,
+                num_hidden_layers=size.layers,
+                num_attention_heads=size.heads,
+                num_key_value_heads=size.kv_heads,
+                max_position_embeddings=1024,
+                attention_dropout=dropout,
+                attn_implementation="sdpa",
+                use_cache=False,
+            )
+        )
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=size.vocab,
+        n_positions=1024,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        use_cache=False,
+    )
+    config.resid_pdrop = config.embd_pdrop = 0.0
+    config.attn_pdrop = dropout
+    return GPT2LMHeadModel(config)
+
+
 def bound(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step's matrix products alone: every linear layer, the head and attention."""
     import torch
 
     torch.set_num_threads(options.threads)
-    dtype, size = getattr(torch, options.dtype), SIZES[options.size]
+    dtype, size = getattr(torch, options.dtype), SIZES[options.family][options.size]
 
     def median(left: torch.Tensor, right: torch.Tensor) -> float:
         out = torch.matmul(left, right)
@@ -270,10 +329,7 @@ def bound(options: argparse.Namespace) -> dict[str, Any]:
         g = torch.randn(size.tokens, outputs).to(dtype)
         return median(x, w.t()) + median(g, w) + median(g.t(), x)
 
-    layer = sum(
-        linear(inputs * size.hidden, outputs * size.hidden)
-        for inputs, outputs in ((1, 3), (1, 1), (1, 4), (4, 1))
-    )
+    layer = sum(linear(*features) for features in size.linears(options.family))
     all_heads = size.batch * size.heads
     q = torch.randn(all_heads, size.seq, size.hidden // size.heads).to(dtype)
     p = torch.randn(all_heads, size.seq, size.seq).to(dtype)
@@ -296,7 +352,7 @@ def report(
 ) -> None:
     import torch
 
-    size = SIZES[options.size]
+    size = SIZES[options.family][options.size]
     bound_seconds = {dtype: statistics.median(values) for dtype, values in bounds.items()}
     seconds = {
         variant: statistics.median(s for run in runs for s in run["seconds"])
@@ -310,8 +366,8 @@ def report(
     instructions = ", AVX2 only" if options.avx2 else ""
     print(f"{processor()}{instructions}, {options.threads} threads, torch {torch.__version__}")
     print(
-        f"{options.size}, {size.batch} x {size.seq} tokens a step, attention dropout "
-        f"{options.dropout:g}, medians of {options.rounds} x {options.steps} steps\n"
+        f"{options.family} {options.size}, {size.batch} x {size.seq} tokens a step, attention "
+        f"dropout {options.dropout:g}, medians of {options.rounds} x {options.steps} steps\n"
     )
     print(
         "| variant | of best transformers | the same format | of matmul bound | tokens/s "

@@ -81,6 +81,10 @@ class RMSNorm(nn.RMSNorm):
         """Nothing, as for `Linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if kernels.usable(x.device, x.dtype):
+            assert self.eps is not None, "`norm_of` gives one"
+            dtype = compute_dtype(x.device, x.dtype)
+            return kernels.rms_norm(x, self.weight, self.eps, dtype)
         if not x.is_cpu or x.dtype.itemsize >= 4:
             return super().forward(x).to(compute_dtype(x.device, x.dtype))
         wide = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
@@ -107,13 +111,24 @@ class CoreAttention(nn.Module):
         self.scale = scale
         self.first_head = 0  # of those here, in the whole model
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        turns: Tensor | None = None,
+    ) -> Tensor:
+        """With the `turns` of rotary positions q and k are rotated first."""
         dropout = self.dropout if self.training else 0.0
-        q = scaled_queries(q, self.scale)
         if is_starts(mask) or (mask is None and kernels.usable(q.device, q.dtype)):
-            return kernels.causal_attention(q, k, v, mask, dropout, self.first_head)
+            return kernels.causal_attention(
+                q, k, v, mask, dropout, self.first_head, turns, self.scale
+            )
+        if turns is not None:
+            q, k = rotate(q, turns), rotate(k, turns)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )  # fmt: skip
 
@@ -137,6 +152,9 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of (B, H, T, K)."""
+        if self.is_rms and not self.of_all and kernels.usable(x.device, x.dtype):
+            rows = x.transpose(1, 2)  # as a product made them
+            return kernels.rms_norm(rows, self.weight, self.eps, x.dtype).transpose(1, 2)
         wide = x if x.dtype.itemsize >= 4 else x.float()
         weight = self.weight.to(wide.dtype)
         if self.of_all:
@@ -193,9 +211,12 @@ class Attention(nn.Module):
         q, k, v = self.project(x)  # (B, H, T, K), (B, G, T, K), (B, G, T, K)
         if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
-        if turns is not None:
-            q, k = rotate(q, turns), rotate(k, turns)
-        mixed = self.core(q, k, v, mask) if attend is None else attend(q, k, v)  # (B, H, T, K)
+        if attend is None:
+            mixed = self.core(q, k, v, mask, turns)  # (B, H, T, K)
+        else:
+            if turns is not None:
+                q, k = rotate(q, turns), rotate(k, turns)
+            mixed = attend(q, k, v)
         return self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, D)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
@@ -229,12 +250,14 @@ class Activation(nn.Module):
 class Gate(nn.Module):
     """Those of two: silu(gate) * up, or with GELU in its tanh form."""
 
+    scratch: kernels.Scratch | None = None
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.is_silu = name == "swiglu"
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return (F.silu(gate) if self.is_silu else F.gelu(gate, approximate="tanh")) * up
+        return kernels.gate(gate, up, self.is_silu, self.scratch)
 
 
 def activation_of(shape: ModelShape) -> nn.Module:

@@ -1,5 +1,9 @@
 /* Causal self-attention for training: softmax(scale q k^T) v, and its gradients.
 
+   Heads of queries may share a head of keys and values, whose gradients are then sums over these.
+   Rotary positions are applied as queries and keys are loaded, and taken back from their gradients
+   before these are stored: no pass over memory is spent on them.
+
    A block of BLOCK queries of one head is held against all keys it may see at once, so a row of
    scores is whole when it is normalised, and the half of the table above the diagonal is never
    computed. Nothing of the size of the table is kept: the backward pass makes the scores again from
@@ -13,6 +17,7 @@
    scores and probabilities are float32, which a product with pairs then rounds; without such
    instructions bfloat16 is widened as it is loaded. */
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 
 #include "simd.h"
@@ -36,10 +41,11 @@ INLINE vf v_dot(vf a, vf b, vf sum) { return v_fma(a, b, sum); } /* never called
 #endif
 
 typedef struct {
-  int64_t sequences, heads, positions, size; /* B, H, T, K */
-  int64_t strides[3][3];                     /* of q, k, v: sequence, position, head */
-  int64_t gradient_strides[3];               /* of dq, dk and dv alike */
-  int64_t first_head;                        /* of the model's, where this process has some */
+  int64_t sequences, heads, shared, positions, size; /* B, H, of keys and values, T, K */
+  int64_t strides[3][3];                             /* of q, k, v: sequence, position, head */
+  int64_t gradient_strides[3][3];                    /* of dq, dk, dv */
+  int64_t rotated, turn_stride; /* pairs of a head; from sequence to sequence, in `turns` */
+  int64_t first_head;           /* of the model's, where this process has some */
   uint64_t seed;
   float scale, dropout;
   int32_t low; /* q, k, v, the output and all gradients are bfloat16 */
@@ -99,23 +105,67 @@ static void multiply_transposed(float *c, int64_t ldc, int64_t rows, int64_t col
     }
 }
 
+/* ---- rotary positions -------------------------------------------------------------------------*/
+
+/* Of one sequence, (T, half) each; number i of a head is a pair with number i + half. */
+typedef struct {
+  const float *cosines, *sines;
+  int64_t half; /* 0: nothing is rotated */
+} Turns;
+
+static const Turns NO_TURNS = {NULL, NULL, 0};
+
+/* `turns` is (2, B or 1, T, half): cosines, then sines. */
+static Turns turns_of(const Shape *s, const float *turns, int64_t sequence) {
+  if (!turns) return NO_TURNS;
+  int64_t table = s->positions * s->rotated, all = s->turn_stride ? s->sequences : 1;
+  const float *cosines = turns + sequence * s->turn_stride;
+  return (Turns){cosines, cosines + all * table, s->rotated};
+}
+
+/* A row by the angles of its position, or (`sign` -1) back. */
+INLINE void turn(float *row, const Turns *turns, int64_t position, float sign) {
+  int64_t half = turns->half;
+  const float *c = turns->cosines + position * half, *s = turns->sines + position * half;
+  float *one = row, *other = row + half;
+#pragma omp simd
+  for (int64_t d = 0; d < half; d++) {
+    float a = one[d], b = other[d], sine = sign * s[d];
+    one[d] = a * c[d] - b * sine;
+    other[d] = b * c[d] + a * sine;
+  }
+}
+
+/* Gradients of what was turned, (rows x width) from `position` on. */
+static void turn_back(float *rows, int64_t width, int64_t position, int64_t count,
+                      const Turns *turns) {
+  for (int64_t t = 0; turns->half && t < count; t++)
+    turn(rows + t * width, turns, position + t, -1.0f);
+}
+
 /* ---- rows in and out --------------------------------------------------------------------------*/
 
-/* `rows` rows of `size` numbers, each filled up with zeros to `width` words, and zeros to `all`
-   rows; `pairs` stay as they are, other bfloat16 (`low`) is widened. */
+/* `rows` rows of `size` numbers, turned, each filled up with zeros to `width` words, and zeros to
+   `all` rows; `pairs` stay as they are, other bfloat16 (`low`) is widened. */
 static void load_rows(float *to, int64_t width, int64_t all, const void *from, int64_t at,
-                      int64_t stride, int64_t rows, int64_t size, int low, int pairs) {
-  memset(to, 0, all * width * sizeof(float));
+                      int64_t stride, int64_t rows, int64_t size, int low, int pairs, Turns turns) {
+  float whole[size];
   for (int64_t t = 0; t < rows; t++) {
-    float *row = to + t * width;
+    float *row = to + t * width, *wide = pairs ? whole : row;
     const uint16_t *x = (const uint16_t *)from + at + t * stride;
-    if (pairs)
+    if (pairs && !turns.half)
       memcpy(row, x, size * sizeof(uint16_t));
     else if (low)
-      for (int64_t d = 0; d < size; d++) row[d] = of_bf16(x[d]);
+      for (int64_t d = 0; d < size; d++) wide[d] = of_bf16(x[d]);
     else
       memcpy(row, (const float *)from + at + t * stride, size * sizeof(float));
+    if (turns.half) turn(wide, &turns, t, 1.0f);
+    if (pairs && turns.half)
+      for (int64_t d = 0; d < size; d++) ((uint16_t *)row)[d] = bf16_of(whole[d]);
+    int64_t written = size * (pairs ? sizeof(uint16_t) : sizeof(float));
+    memset((char *)row + written, 0, width * sizeof(float) - written);
   }
+  memset(to + rows * width, 0, (all - rows) * width * sizeof(float));
 }
 
 static void store_rows(void *to, int64_t at, int64_t stride, const float *from, int64_t width,
@@ -229,18 +279,27 @@ static Span span_of(const int32_t *starts, int64_t begin, int64_t end) {
   return (Span){first / WIDTH * WIDTH, up(end, WIDTH)};
 }
 
+/* How many heads in a row one thread takes: all that share keys and values, which then are packed
+   once, or a single one where there would not be enough for all threads. */
+static int64_t heads_at_once(const Shape *s) {
+  int enough = s->sequences * s->shared >= 2 * omp_get_max_threads();
+  return enough ? s->heads / s->shared : 1;
+}
+
 static float *floats(int64_t count) { return aligned_alloc(64, up(count * sizeof(float), 64)); }
 
 /* ---- the two passes ---------------------------------------------------------------------------*/
 
-/* `starts` (B, T) is the first key each query may see; NULL: the first of all. The output is
-   (B, T, H, K), the logarithms of the sums (B, H, T). Returns 1 where memory ran out. */
+/* `starts` (B, T) is the first key each query may see; NULL: the first of all. `turns` are those of
+   rotary positions, or NULL. The output is (B, T, H, K), the logarithms of the sums (B, H, T).
+   Returns 1 where memory ran out. */
 int attention_forward(const Shape *s, const void *q, const void *k, const void *v,
-                      const int32_t *starts, void *out, float *sums) {
+                      const int32_t *starts, const float *turns, void *out, float *sums) {
   int64_t T = s->positions, K = s->size, wide = up(K, WIDTH), keys = up(T, WIDTH);
-  int64_t rows = up(T, BLOCK), (*strides)[3] = (int64_t (*)[3])s->strides;
+  int64_t rows = up(T, BLOCK);
+  const int64_t (*strides)[3] = s->strides;
   int failed = 0, low = s->low, pairs = low && HAS_PAIRS, each = 1 + pairs; /* numbers of a word */
-  int64_t words = wide / each;
+  int64_t words = wide / each, group = s->heads / s->shared, at_once = heads_at_once(s);
 #pragma omp parallel
   {
     float *own = floats((rows + 3 * keys) * wide + BLOCK * (keys + wide));
@@ -248,17 +307,20 @@ int attention_forward(const Shape *s, const void *q, const void *k, const void *
           *values = keys_t + keys * words, *table = values + keys * words,
           *mixed = table + BLOCK * keys;
     if (!own) failed = 1;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, at_once)
     for (int64_t job = 0; job < s->sequences * s->heads; job++) {
       if (failed) continue;
       int64_t b = job / s->heads, h = job % s->heads, at[3];
-      for (int i = 0; i < 3; i++) at[i] = b * strides[i][0] + h * strides[i][2];
+      for (int i = 0; i < 3; i++) at[i] = b * strides[i][0] + (i ? h / group : h) * strides[i][2];
       const int32_t *from = starts ? starts + b * T : NULL;
-      load_rows(queries, words, rows, q, at[0], strides[0][1], T, K, low, pairs);
-      load_rows(plain, words, keys, k, at[1], strides[1][1], T, K, low, pairs);
-      pack_transposed(keys_t, plain, words, keys);
-      load_rows(plain, words, keys, v, at[2], strides[2][1], T, K, low, pairs);
-      pack(values, plain, words, keys, pairs);
+      Turns by = turns_of(s, turns, b);
+      load_rows(queries, words, rows, q, at[0], strides[0][1], T, K, low, pairs, by);
+      if (h % at_once == 0) {
+        load_rows(plain, words, keys, k, at[1], strides[1][1], T, K, low, pairs, by);
+        pack_transposed(keys_t, plain, words, keys);
+        load_rows(plain, words, keys, v, at[2], strides[2][1], T, K, low, pairs, NO_TURNS);
+        pack(values, plain, words, keys, pairs);
+      }
       for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
         int64_t end = least(i0 + BLOCK, T);
         Span seen = span_of(from, i0, end);
@@ -286,15 +348,36 @@ int attention_forward(const Shape *s, const void *q, const void *k, const void *
   return failed;
 }
 
+/* Where heads that share keys and values were not done one after the other: the sums of their
+   gradients `parts` (B, H, T, K) into the first of them, and from there to where they belong. */
+static void add_up_shared(const Shape *s, float *parts, const float *turns, void *to, int which) {
+  int64_t T = s->positions, K = s->size, group = s->heads / s->shared, one = T * K;
+  const int64_t *strides = s->gradient_strides[which];
+#pragma omp parallel for
+  for (int64_t job = 0; job < s->sequences * s->shared; job++) {
+    float *sum = parts + job * group * one;
+    for (int64_t member = 1; member < group; member++)
+      for (int64_t i = 0; i < one; i++) sum[i] += sum[member * one + i];
+    Turns by = turns_of(s, turns, job / s->shared);
+    turn_back(sum, K, 0, T, &by);
+    store_rows(to, job / s->shared * strides[0] + job % s->shared * strides[2], strides[1], sum, K,
+               T, K, s->low);
+  }
+}
+
 /* `out` and its gradient are (B, T, H, K). */
 int attention_backward(const Shape *s, const void *q, const void *k, const void *v,
-                       const int32_t *starts, const void *out, const float *sums, const void *grad,
-                       void *dq, void *dk, void *dv) {
+                       const int32_t *starts, const float *turns, const void *out,
+                       const float *sums, const void *grad, void *dq, void *dk, void *dv) {
   int64_t T = s->positions, K = s->size, wide = up(K, WIDTH), keys = up(T, WIDTH);
-  int64_t rows = up(T, BLOCK), (*strides)[3] = (int64_t (*)[3])s->strides;
+  int64_t rows = up(T, BLOCK);
+  const int64_t (*strides)[3] = s->strides, (*steps)[3] = s->gradient_strides;
   int64_t line = up(keys + TILE, VL); /* of the table, whose columns are also cut into tiles */
   int failed = 0, low = s->low, pairs = low && HAS_PAIRS, each = 1 + pairs; /* numbers of a word */
-  int64_t words = wide / each;
+  int64_t words = wide / each, group = s->heads / s->shared, at_once = heads_at_once(s);
+  int64_t whole = s->sequences * s->heads * T * K;
+  float *parts = at_once < group ? floats(2 * whole) : NULL;
+  if (at_once < group && !parts) return 1;
 #pragma omp parallel
   {
     int64_t table = BLOCK * line, block = BLOCK * wide, tall = (keys + TILE) * wide;
@@ -306,23 +389,28 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
           *some = djoined + table, *panel = some + block, *dkeys = panel + block,
           *dvalues = dkeys + tall, *two = dvalues + tall;
     if (!own) failed = 1;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, at_once)
     for (int64_t job = 0; job < s->sequences * s->heads; job++) {
       if (failed) continue;
-      int64_t b = job / s->heads, h = job % s->heads, at[3];
-      for (int i = 0; i < 3; i++) at[i] = b * strides[i][0] + h * strides[i][2];
+      int64_t b = job / s->heads, h = job % s->heads, at[3], to[3];
+      for (int i = 0; i < 3; i++) {
+        int64_t head = i ? h / group : h;
+        at[i] = b * strides[i][0] + head * strides[i][2];
+        to[i] = b * steps[i][0] + head * steps[i][2];
+      }
       int64_t here = (b * T * s->heads + h) * K, unit = s->heads * K;
-      int64_t to = b * s->gradient_strides[0] + h * s->gradient_strides[2],
-              step = s->gradient_strides[1];
       const int32_t *from = starts ? starts + b * T : NULL;
-      load_rows(queries, words, rows, q, at[0], strides[0][1], T, K, low, pairs);
-      load_rows(plain, words, keys, k, at[1], strides[1][1], T, K, low, pairs);
-      pack_transposed(keys_t, plain, words, keys);
-      pack(packed, plain, words, keys, pairs);
-      load_rows(plain, words, keys, v, at[2], strides[2][1], T, K, low, pairs);
-      pack_transposed(values_t, plain, words, keys);
-      load_rows(grads, words, rows, grad, here, unit, T, K, low, pairs);
-      memset(dkeys, 0, 2 * tall * sizeof(float));
+      Turns by = turns_of(s, turns, b);
+      load_rows(queries, words, rows, q, at[0], strides[0][1], T, K, low, pairs, by);
+      load_rows(grads, words, rows, grad, here, unit, T, K, low, pairs, NO_TURNS);
+      if (h % at_once == 0) {
+        load_rows(plain, words, keys, k, at[1], strides[1][1], T, K, low, pairs, by);
+        pack_transposed(keys_t, plain, words, keys);
+        pack(packed, plain, words, keys, pairs);
+        load_rows(plain, words, keys, v, at[2], strides[2][1], T, K, low, pairs, NO_TURNS);
+        pack_transposed(values_t, plain, words, keys);
+        memset(dkeys, 0, 2 * tall * sizeof(float));
+      }
       for (int64_t i0 = 0; i0 < T; i0 += BLOCK) {
         int64_t end = least(i0 + BLOCK, T);
         Span seen = span_of(from, i0, end);
@@ -335,10 +423,10 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
           float *own_p = p + (i - i0) * line, *own_dp = dp + (i - i0) * line,
                 *own_kept = kept + (i - i0) * line;
           int64_t start = from && i < T ? from[i] : 0, stop = i < T ? i + 1 : 0;
-          vf level = v_set(i < T ? sums[job * T + i] : 0), by = v_set(s->scale), dots = v_zero();
+          vf level = v_set(i < T ? sums[job * T + i] : 0), scale = v_set(s->scale), dots = v_zero();
           if (i < T) {
-            load_rows(two, wide, 1, grad, here + i * unit, 0, 1, K, low, 0);
-            load_rows(two + wide, wide, 1, out, here + i * unit, 0, 1, K, low, 0);
+            load_rows(two, wide, 1, grad, here + i * unit, 0, 1, K, low, 0, NO_TURNS);
+            load_rows(two + wide, wide, 1, out, here + i * unit, 0, 1, K, low, 0, NO_TURNS);
             for (int64_t d = 0; d < wide; d += VL)
               dots = v_fma(v_load(two + d), v_load(two + wide + d), dots);
           }
@@ -346,9 +434,9 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
           uint32_t key = s->dropout > 0 ? row_key(s, b, h, i) : 0;
           if (s->dropout > 0) drop(own_dp, own_dp, start, stop, key, s->dropout);
           for (int64_t j = start / VL * VL; j < stop; j += VL) {
-            vf share = v_exp(v_sub(v_mul(v_load(own_p + j), by), level));
+            vf share = v_exp(v_sub(v_mul(v_load(own_p + j), scale), level));
             v_store(own_p + j, share);
-            v_store(own_dp + j, v_mul(v_mul(share, v_sub(v_load(own_dp + j), delta)), by));
+            v_store(own_dp + j, v_mul(v_mul(share, v_sub(v_load(own_dp + j), delta)), scale));
           }
           clear(own_p, first, start, stop, first + tiled);
           clear(own_dp, first, start, stop, first + tiled);
@@ -367,7 +455,8 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
         }
         multiply(some, wide, BLOCK, wide, dp + first / each, line, packed + first / each * WIDTH,
                  keys / each * WIDTH, width / each, pairs);
-        store_rows(dq, to + i0 * step, step, some, wide, end - i0, K, low);
+        turn_back(some, wide, i0, end - i0, &by);
+        store_rows(dq, to[0] + i0 * steps[0][1], steps[0][1], some, wide, end - i0, K, low);
         pack(panel, grads + i0 * words, words, BLOCK, pairs);
         multiply_transposed(dvalues + first * wide, wide, tiled, wide, weights + first, line, panel,
                             BLOCK / each * WIDTH, BLOCK / each, pairs);
@@ -375,10 +464,21 @@ int attention_backward(const Shape *s, const void *q, const void *k, const void 
         multiply_transposed(dkeys + first * wide, wide, tiled, wide, scores + first, line, panel,
                             BLOCK / each * WIDTH, BLOCK / each, pairs);
       }
-      store_rows(dk, to, step, dkeys, wide, T, K, low);
-      store_rows(dv, to, step, dvalues, wide, T, K, low);
+      if (parts) {
+        store_rows(parts, job * T * K, K, dkeys, wide, T, K, 0);
+        store_rows(parts, whole + job * T * K, K, dvalues, wide, T, K, 0);
+      } else if (h % at_once == at_once - 1) {
+        turn_back(dkeys, wide, 0, T, &by);
+        store_rows(dk, to[1], steps[1][1], dkeys, wide, T, K, low);
+        store_rows(dv, to[2], steps[2][1], dvalues, wide, T, K, low);
+      }
     }
     free(own);
   }
+  if (parts && !failed) {
+    add_up_shared(s, parts, turns, dk, 1);
+    add_up_shared(s, parts + whole, NULL, dv, 2);
+  }
+  free(parts);
   return failed;
 }

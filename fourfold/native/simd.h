@@ -42,6 +42,20 @@ INLINE vf v_bits(vi a) { return _mm512_castsi512_ps(a); }
 INLINE vf v_half(const uint16_t *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+/* bfloat16 in memory; rounding is to nearest even, and NaN stays NaN, as `bf16_of` has it. */
+INLINE vf v_load_bf16(const uint16_t *p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE void v_store_bf16(uint16_t *p, vf a) {
+  __m512i bits = _mm512_castps_si512(a), top = _mm512_srli_epi32(bits, 16);
+  __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __m512i found = _mm512_srli_epi32(rounded, 16);
+  __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+  found = _mm512_mask_or_epi32(found, nan, top, _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(found));
+}
 /* 2^n by its exponent bits, and x * 2^n in one instruction. */
 INLINE vf v_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
 /* Lanes as bits of a number: a >= b, and whether a lane is NaN. */
@@ -89,6 +103,20 @@ INLINE vf v_of(vi a) { return _mm256_cvtepi32_ps(a); }
 INLINE vi v_to(vf a) { return _mm256_cvtps_epi32(a); }
 INLINE vf v_bits(vi a) { return _mm256_castsi256_ps(a); }
 INLINE vf v_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf v_load_bf16(const uint16_t *p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+INLINE void v_store_bf16(uint16_t *p, vf a) {
+  __m256i bits = _mm256_castps_si256(a), top = _mm256_srli_epi32(bits, 16);
+  __m256i odd = _mm256_and_si256(top, _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
+  __m256i found = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, nan);
+  __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(found, found), 0x88);
+  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+}
 INLINE vf v_scale2(vf a, vf n) {
   __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
@@ -123,6 +151,17 @@ INLINE vf v_gelu(vf x) {
   return v_div(x, v_add(v_set(1.0f), v_exp(u)));
 }
 
+/* The derivative of GELU, s + x s (1 - s) u', with s = 1 / (1 + e^-u) and gelu(x) = x s. */
+INLINE vf v_gelu_slope(vf x) {
+  const float two_c = 1.5957691216057308f; /* 2 sqrt(2 / pi) */
+  vf square = v_mul(x, x);
+  vf u = v_mul(v_set(-two_c), v_fma(v_mul(square, x), v_set(0.044715f), x));
+  vf s = v_div(v_set(1.0f), v_add(v_set(1.0f), v_exp(u)));
+  vf du = v_fma(square, v_set(two_c * 3 * 0.044715f), v_set(two_c));
+  vf bend = v_mul(v_mul(x, v_mul(s, v_sub(v_set(1.0f), s))), du);
+  return v_add(s, bend);
+}
+
 INLINE uint16_t bf16_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
@@ -137,3 +176,32 @@ INLINE float of_bf16(uint16_t value) {
 }
 INLINE uint16_t f16_of(float value) { return (uint16_t)_cvtss_sh(value, 0); }
 INLINE float of_f16(uint16_t value) { return _cvtsh_ss(value); }
+
+/* ---- numbers in memory, float32 or (`low`) bfloat16 --------------------------------------------*/
+
+/* A vector from number `at` on, of which there are `left`; zeros beyond. */
+INLINE vf v_take(const void *from, int64_t at, int64_t left, int low) {
+  if (left >= VL) return low ? v_load_bf16((const uint16_t *)from + at) : v_load((const float *)from + at);
+  float room[VL] = {0};
+  for (int64_t i = 0; i < left; i++)
+    room[i] = low ? of_bf16(((const uint16_t *)from)[at + i]) : ((const float *)from)[at + i];
+  return v_load(room);
+}
+
+INLINE void v_give(void *to, int64_t at, int64_t left, vf a, int low) {
+  if (left >= VL) {
+    if (low)
+      v_store_bf16((uint16_t *)to + at, a);
+    else
+      v_store((float *)to + at, a);
+    return;
+  }
+  float room[VL];
+  v_store(room, a);
+  for (int64_t i = 0; i < left; i++) {
+    if (low)
+      ((uint16_t *)to)[at + i] = bf16_of(room[i]);
+    else
+      ((float *)to)[at + i] = room[i];
+  }
+}

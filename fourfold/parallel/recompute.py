@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ def remake_cheap_outputs(model: GPT, *, norms: bool) -> None:
     for layer in model.layers.values():
         outputs = _Outputs()
         for module in layer.modules():
-            if isinstance(module, GELU):
+            if isinstance(module, GELU | Gate):
                 module.scratch = scratch
             if isinstance(module, kinds):
                 module.forward = outputs.noting(module.forward)
@@ -192,7 +192,7 @@ class _Outputs:
     """Of one layer while it runs: memory that need not be kept, and how to fill it again."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
+        self.made: dict[int, tuple[Tensor, _Remake]] = {}
 
     def noting(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(*inputs: Tensor) -> Tensor:
@@ -200,18 +200,19 @@ class _Outputs:
             if torch.is_grad_enabled():
                 dtype, given = y.dtype, [x.detach() for x in inputs]
                 # `y` is held until the layer is done: its memory must not become another's.
-                self.made[_memory(y)] = y, lambda: forward(*given).to(dtype)
+                remake = _Remake(lambda: forward(*given).to(dtype))
+                self.made[_memory(y)] = y, remake
             return y
 
         return noted
 
     def remade_in(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def pack(tensor: Tensor) -> Tensor | _Remake:
+        def pack(tensor: Tensor) -> Tensor | _View:
             known = self.made.get(_memory(tensor))
             if known is None:
                 return tensor
-            place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            return _Remake(known[1], place)
+            known[1].readers += 1
+            return _View(known[1], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
         def remade(*given: Any) -> Tensor:
             if not torch.is_grad_enabled():
@@ -230,17 +231,35 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Remake:
+    """What several products read (q, k and v; gate and up) is made once for all of them."""
+
     make: Callable[[], Tensor]
-    place: tuple[torch.Size, tuple[int, ...], int]  # in it, of the tensor wanted
+    readers: int = 0  # yet to come
+    made: Tensor | None = None  # while there are some
+
+    def read(self) -> Tensor:
+        made = self.make() if self.made is None else self.made
+        self.readers -= 1
+        self.made = made if self.readers > 0 else None
+        return made
 
 
-def _fill_again(kept: Tensor | _Remake) -> Tensor:
+class _View(NamedTuple):
+    """A tensor to be read, in the memory of what is made again."""
+
+    of: _Remake
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _fill_again(kept: Tensor | _View) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     with torch.no_grad():
-        return kept.make().as_strided(*kept.place)
+        return kept.of.read().as_strided(kept.shape, kept.stride, kept.offset)
 
 
 # -- host memory ----------------------------------------------------------------------------------

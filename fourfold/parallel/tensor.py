@@ -240,17 +240,15 @@ class ParallelHeads(_Style):
             return module
         rank, whole_forward = device_mesh.get_local_rank(), module.forward
 
-        def forward(
-            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-        ) -> Tensor:
+        def forward(module: nn.Module, q: Tensor, *given: Any) -> Tensor:
             if not module.training or kernels.usable(q.device, q.dtype):
-                return whole_forward(q, k, v, mask)
+                return whole_forward(q, *given)
             # Drawn by all ranks alike, and again when the layer is recomputed.
             shared = int(torch.randint(2**62, ()))
             devices = [q.device] if q.device.type != "cpu" else []
             with torch.random.fork_rng(devices, device_type=q.device.type):
                 seed_dropout(q.device, shared, rank)
-                return whole_forward(q, k, v, mask)
+                return whole_forward(q, *given)
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         return module

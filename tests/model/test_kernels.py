@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from fourfold import native
 from fourfold.model import GPT, ModelShape, initialize, kernels
+from fourfold.model.rotary import rotate
+from fourfold.parallel.recompute import remake_cheap_outputs
 
 pytestmark = pytest.mark.skipif(
     native.why_not("attention") is not None, reason=str(native.why_not("attention"))
@@ -61,6 +64,85 @@ def test_attention_and_its_gradients_are_torchs(
     for got, wanted in ((out, expected), (ours.grad, exact.grad)):
         scale = max(1.0, float(wanted.detach().abs().max()))
         assert float((got.double() - wanted).detach().abs().max()) < TOLERANCE[dtype] * scale
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 120), st.integers(2, 80)),
+    group=st.integers(1, 4),
+    share=st.sampled_from([0.0, 0.5, 1.0]),
+    restarts=st.booleans(),
+    window=st.sampled_from([None, 1, 7, 64]),
+    scale=st.sampled_from([None, 0.05, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_shared_keys_rotary_positions_and_windows_are_torchs(
+    sizes: tuple[int, int, int, int],
+    group: int,
+    share: float,
+    restarts: bool,
+    window: int | None,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> None:
+    """With few heads of keys each thread takes single heads of queries, with many whole groups."""
+    B, G, T, K = sizes
+    generator = torch.Generator().manual_seed(T)
+    shapes = [(B, T, heads, K) for heads in (G * group, G, G)]
+    ours = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    exact = [one.detach().double().requires_grad_() for one in ours]
+    turns = None
+    if half := int(K * share) // 2:
+        positions = torch.randint(0, 500, (B if restarts else 1, T, 1), generator=generator)
+        angles = positions * torch.rand(half, generator=generator)
+        turns = torch.stack((angles.cos(), angles.sin())) * 1.25
+    starts, mask = None, torch.ones(T, T, dtype=torch.bool).tril()
+    if window is not None:
+        starts = kernels.within_window(torch.zeros(B, T, dtype=torch.int32), window)
+        mask = mask.triu(1 - window)
+    q, k, v = (one.transpose(1, 2) for one in ours)
+    out = kernels.causal_attention(q, k, v, starts, 0.0, turns=turns, scale=scale)
+    q, k, v = (one.transpose(1, 2) for one in exact)
+    if turns is not None:
+        q, k = (rotate(one, turns.double()) for one in (q, k))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    upstream = torch.randn(out.shape, generator=generator).to(dtype)
+    made = torch.autograd.grad(out, ours, upstream)
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    for one, other in zip((out, *made), (expected, *wanted), strict=True):
+        size = max(1.0, float(other.detach().abs().max()))
+        assert float((one.double() - other).detach().abs().max()) < TOLERANCE[dtype] * size
+
+
+def test_rotated_numbers_are_those_of_rotate_to_the_bit() -> None:
+    """One key to see, whose value is what the query's score would be: the rotation alone."""
+    turns = torch.randn(2, 1, 40, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (torch.randn(2, 4, 40, 16).to(dtype) for _ in range(3))
+        fused = kernels.causal_attention(q, k, v, None, 0.0, turns=turns)
+        apart = kernels.causal_attention(rotate(q, turns), rotate(k, turns), v, None, 0.0)
+        assert torch.equal(fused, apart)
+
+
+def test_rotary_positions_of_another_size_are_refused() -> None:
+    q = torch.randn(2, 1, 5, 8)
+    for turns in (torch.ones(2, 1, 4, 4), torch.ones(2, 3, 5, 4), torch.ones(2, 1, 5, 5)):
+        with pytest.raises(ValueError, match="rotary positions"):
+            kernels.causal_attention(q, q, q, None, 0.0, turns=turns)
+
+
+def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
+    """A batch of four has enough for both threads, a single sequence has not."""
+    q, k, v = (torch.randn(4, heads, 70, 16) for heads in (6, 1, 1))
+    upstream = torch.randn(4, 6, 70, 16)
+
+    def gradients(rows: slice) -> tuple[Tensor, ...]:
+        given = [one[rows].clone().requires_grad_() for one in (q, k, v)]
+        out = kernels.causal_attention(*given, None, 0.0)
+        return torch.autograd.grad(out, given, upstream[rows])
+
+    for whole, alone in zip(gradients(slice(4)), gradients(slice(1))):
+        torch.testing.assert_close(whole[:1], alone)
 
 
 def test_q_k_and_v_may_lie_anywhere() -> None:
@@ -120,6 +202,121 @@ def test_the_gradient_of_dropout_is_that_of_what_was_kept() -> None:
     torch.testing.assert_close(ours, torchs)
 
 
+def test_shared_keys_drop_by_the_heads_of_queries() -> None:
+    torch.default_generator.manual_seed(3)
+    q, k, v = (torch.randn(1, heads, 24, 8, requires_grad=True) for heads in (4, 2, 2))
+    out = kernels.causal_attention(q, k, v, None, 0.4)
+    many = [one.repeat_interleave(2, dim=1) for one in (k, v)]
+    expected = kernels.causal_attention(q, *many, None, 0.4)
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (q, k, v), upstream),
+        torch.autograd.grad(expected, (q, k, v), upstream),
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 300),
+    width=st.integers(1, 300),
+    apart=st.sampled_from([0, 3]),
+    dtypes=st.sampled_from(
+        [
+            (torch.float32, torch.float32),
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.bfloat16, torch.float32),
+        ]
+    ),
+)
+def test_rms_norm_is_torchs(
+    rows: int, width: int, apart: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    generator = torch.Generator().manual_seed(rows * 1000 + width)
+    whole = torch.randn(rows, width + apart, generator=generator).to(dtypes[0])
+    x, weight = whole[:, :width].requires_grad_(), torch.randn(width, generator=generator)
+    weight.requires_grad_()
+    y = kernels.rms_norm(x, weight, 1e-5, dtypes[1])
+    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
+    expected = F.rms_norm(exact[0], (width,), exact[1], 1e-5)
+    upstream = torch.randn(rows, width + apart, generator=generator).to(dtypes[1])[:, :width]
+    made = torch.autograd.grad(y, (x, weight), upstream)
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    assert y.dtype == dtypes[1] and made[0].dtype == dtypes[0] and made[1].dtype == torch.float32
+    # Sums and their gradients are float32 whatever comes in and goes out.
+    for one, other in zip((y, *made), (expected, *wanted), strict=True):
+        limit = 1e-6 if one.dtype == torch.float32 else 4e-3
+        size = max(1.0, float(other.detach().abs().max()))
+        assert float((one.double() - other).detach().abs().max()) < 4 * limit * size
+
+
+def test_the_gradient_of_a_norms_weight_is_the_same_with_any_number_of_threads() -> None:
+    x, weight = torch.randn(5000, 48), torch.randn(48, requires_grad=True)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y = kernels.rms_norm(x, weight, 1e-5, torch.float32)
+            found += torch.autograd.grad(y, weight, x)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 9000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    size=st.sampled_from([0.1, 1.0, 30.0, 300.0]),
+    silu=st.booleans(),
+    into=st.booleans(),
+)
+def test_gates_are_torchs(
+    count: int, dtype: torch.dtype, size: float, silu: bool, into: bool
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    gate, up, upstream = (torch.randn(count, generator=generator) for _ in range(3))
+    ours = [one.to(dtype).requires_grad_() for one in (gate * size, up)]
+    exact = [one.detach().double().requires_grad_() for one in ours]
+    y = kernels.gate(*ours, silu, kernels.Scratch() if into else None)
+    opened = F.silu(exact[0]) if silu else F.gelu(exact[0], approximate="tanh")
+    expected = opened * exact[1]
+    made = torch.autograd.grad(y, ours, upstream.to(dtype))
+    wanted = torch.autograd.grad(expected, exact, upstream.to(dtype).double())
+    limit = 1e-2 if dtype == torch.bfloat16 else 3e-6
+    for one, other in zip((y, *made), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one.double(), other.detach(), rtol=limit, atol=limit)
+
+
+def test_tensors_without_memory_have_the_shapes_of_those_with() -> None:
+    """And the compiler is told of everything an operation changes."""
+    operations, checks = torch.ops.fourfold, ("test_schema", "test_faketensor")
+    x, gate = torch.randn(6, 5, 40), torch.randn(30)
+    q, kv = torch.randn(2, 20, 6, 8).transpose(1, 2), torch.randn(2, 20, 2, 8).transpose(1, 2)
+    starts, turns = torch.zeros(2, 20, dtype=torch.int32), torch.randn(2, 1, 20, 4)
+    drawn = (0.3, 0.1, 7, 0)
+    for keys in (q.clone(), kv):
+        given = (q, keys, keys.clone(), starts, turns)
+        torch.library.opcheck(operations.attention, (*given, *drawn), test_utils=checks)
+        made = operations.attention(*given, *drawn)
+        torch.library.opcheck(
+            operations.attention_backward,
+            (made[0].clone(), *given, *made, *drawn),
+            test_utils=checks,
+        )
+    norm = (torch.randn(40, dtype=torch.bfloat16), 1e-5, torch.bfloat16)
+    torch.library.opcheck(operations.rms_norm, (x, *norm), test_utils=checks)
+    y, inverse = operations.rms_norm(x, *norm)
+    torch.library.opcheck(operations.rms_norm_backward, (y, x, norm[0], inverse), test_utils=checks)
+    for name, gradient in ((operations.gate, ()), (operations.gate_backward, (gate,))):
+        torch.library.opcheck(name, (*gradient, gate, gate + 1, True), test_utils=checks)
+    torch.library.opcheck(
+        operations.gate_out, (gate, gate + 1, False, torch.empty(30)), test_utils=checks
+    )
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(1, 9000),
@@ -176,24 +373,55 @@ def test_a_logit_that_is_not_finite_is_seen_in_the_loss() -> None:
     assert losses[0].isfinite() and losses[1].isnan()
 
 
-def loss_and_gradients(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    model = GPT(ModelShape(97, 48, 2, 4, 192, 40, 0.0, 0.0))
+GPT2 = ModelShape(97, 48, 2, 4, 192, 40, 0.0, 0.0)
+LLAMA = replace(
+    GPT2,
+    num_key_value_heads=2,
+    ffn_hidden_size=136,
+    normalization="RMSNorm",
+    activation="swiglu",
+    bias="none",
+    position_embedding="rotary",
+    tie_word_embeddings=False,
+)
+NETWORKS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "windows": replace(LLAMA, sliding_window=9, sliding_window_layers=(1,), attention_scale=0.2),
+    "head norms": replace(LLAMA, qk_norm="per_head", head_dim=20, num_key_value_heads=1),
+    "partly rotary": replace(
+        LLAMA, partial_rotary_factor=0.5, num_key_value_heads=4, activation="geglu"
+    ),
+}
+
+
+def loss_and_gradients(
+    shape: ModelShape, dtype: torch.dtype, remakes: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model = GPT(shape)
     initialize(model, seed=0)
+    if remakes:
+        remake_cheap_outputs(model, norms=True)
     tokens = torch.arange(80).view(2, 40) % 97
+    documents = document_ids(2, 40, seed=1)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = model(tokens, tokens.roll(1, 1), loss_scale=1 / 80)
+        loss = model(tokens, tokens.roll(1, 1), document_ids=documents, loss_scale=1 / 80)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("network", NETWORKS)
 def test_the_network_is_the_same_without_them(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    network: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss, gradients = loss_and_gradients(dtype)
+    loss, gradients = loss_and_gradients(NETWORKS[network], dtype)
+    remade, again = loss_and_gradients(NETWORKS[network], dtype, remakes=True)
+    assert torch.equal(loss, remade)
+    assert all(torch.equal(gradients[name], again[name]) for name in gradients)
     monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
-    expected, torchs = loss_and_gradients(dtype)
+    expected, torchs = loss_and_gradients(NETWORKS[network], dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 3e-3
     assert float(loss) == pytest.approx(float(expected), rel=tolerance)
     for name, gradient in gradients.items():
