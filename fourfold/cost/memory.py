@@ -182,12 +182,13 @@ def activation_bytes(network: Network, spread: Spread, software: Software) -> di
 
 def _norm_bytes(network: Network, software: Software) -> Numbers:
     """Of a layer's two norms, for each number of the stream."""
+    rms, post = np.asarray(network.rms), np.asarray(network.post_norm)
+    given = np.where(post, software.compute_bytes, software.residual_bytes)
+    each = np.where(rms & np.asarray(software.own_kernels), given, software.norm_bytes)
     # Both read the same, which each keeps by itself only where it is cast for it.
-    same = np.asarray(network.parallel_residual) & (
-        np.asarray(software.norm_bytes) == software.residual_bytes
-    )
-    between = np.where(np.asarray(network.rms) & ~np.asarray(software.whole_rms), 2 * 4, 0)
-    return np.where(same, 1, 2) * software.norm_bytes + between
+    same = np.asarray(network.parallel_residual) & (each == given)
+    between = np.where(rms & ~np.asarray(software.whole_rms), 4, 0)
+    return np.where(same, 1, 2) * each + 2 * between
 
 
 def _inner_bytes(network: Network, software: Software) -> Numbers:
@@ -202,24 +203,26 @@ def _heads_bytes(
 ) -> tuple[Numbers, Numbers]:
     """For each token, where a rank's queries and keys are so wide: what is kept of these, of values
     and of what the output projection reads; and the same where attention is recomputed."""
-    c = software.compute_bytes
+    c, own_kernels = np.asarray(software.compute_bytes), np.asarray(software.own_kernels)
     normalized = np.asarray(network.qk_norm) != "none"
-    rotated = np.asarray(network.rotary_size) > 0
+    # Attention keeps what it is given: of what is rotated before it, copies.
+    rotated = (np.asarray(network.rotary_size) > 0) & ~own_kernels
+    # Where each head has keys and values of its own, queries, keys and values are one product, and
+    # values keep all of it, whatever has been made of the rest.
     grouped = np.asarray(network.shared_heads) != network.heads
-    # Keys and values of their own for each head are one product with the queries, all of which
-    # values keep in memory, whatever has been made of the rest.
-    copies = np.where(normalized | rotated | np.asarray(network.scaled_queries), query, 0)
-    copies = copies + np.where(normalized | rotated, key, 0)
-    made = query + 2 * key + np.where(grouped, 0, copies)
-    # A norm of heads computes in fp32 and keeps what it is given in it.
-    cast = np.where((np.asarray(c) < 4) | grouped, 1, 0)
-    of_all = np.asarray(network.qk_norm) == "all_heads"
-    steps = of_all | (np.asarray(network.rms) & ~np.asarray(software.whole_rms))
-    sums = np.where(of_all, 0, np.where(network.rms, 4, 8) / (network.query_width / network.heads))
-    norms = np.where(normalized, 4 * (cast + np.where(steps, 1, 0)) + sums, 0) * (query + key)
-    repeated = np.where(grouped & np.asarray(software.repeats_keys), 2 * (query - key), 0)
-    alone = c * (made + query) + norms
-    return alone + c * repeated, alone
+    alone = query + 2 * key + np.where(normalized & ~grouped, query + key, 0)
+    made = query + 2 * key + np.where((normalized | rotated) & ~grouped, query + key, 0)
+    # A norm of heads keeps what it is given, which is cast to fp32 but for our kernel; one over all
+    # heads, or in steps, also what it multiplies by its weight.
+    of_all, rms = np.asarray(network.qk_norm) == "all_heads", np.asarray(network.rms)
+    takes_any = rms & ~of_all & own_kernels
+    uncast = np.where(grouped, c, 0)
+    given = np.where(takes_any, uncast, np.where(c < 4, 4, uncast))
+    steps = np.where(of_all | (rms & ~np.asarray(software.whole_rms)), 4, 0)
+    head_size = network.query_width / network.heads
+    sums = np.where(of_all, 0, np.where(rms, 4, 8) / head_size)
+    norms = np.where(normalized, given + steps + sums, 0) * (query + key)
+    return c * (made + query) + norms, c * (alone + query) + norms
 
 
 def memory_of(

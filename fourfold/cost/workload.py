@@ -45,7 +45,6 @@ class Network:
     parallel_residual: Numbers = False  # both read the layer's input
     qk_norm: Numbers = "none"
     rotary_size: Numbers = 0  # numbers of each head that are rotated
-    scaled_queries: Numbers = False  # by something else than 1 / sqrt(head_size)
     windows: Numbers = 0  # kinds of sliding windows shorter than a sequence
     tied: Numbers = True  # the head is the embedding
     hidden_dropout: Numbers = True
@@ -87,7 +86,6 @@ class Network:
             parallel_residual=shape.parallel_residual,
             qk_norm=shape.qk_norm,
             rotary_size=shape.rotary_size,
-            scaled_queries=shape.attention_scale is not None,
             windows=sum(window is not None and window < seq for window in windows),
             tied=table.tied is not None,
             hidden_dropout=shape.hidden_dropout_prob > 0,
@@ -212,7 +210,9 @@ class Software:
     # Each is one kernel, which keeps what goes into it alone; else also what is between its steps.
     whole_rms: Numbers = True
     whole_gates: Numbers = True
-    repeats_keys: Numbers = False  # attention reads keys and values once for each head of queries
+    # Our own kernels for processors: RMSNorm takes and keeps its input in whatever type it has, and
+    # attention rotates queries and keys as it reads them.
+    own_kernels: Numbers = False
     masks_windows: Numbers = False  # sliding windows are a table of what a token may attend to
     flash: Numbers = True  # attention never holds the table of scores
     attention_rate: Numbers = 1.0  # of fused attention over the first FlashAttention's
@@ -295,9 +295,9 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         stops_early=True,
         remakes_norms=remakes and (sharding.sharding_degree == 1 or sharding.sharding_stage < 3),
         remakes_activation=remakes,
-        whole_rms=compiled or not on_cpu,
-        whole_gates=compiled,
-        repeats_keys=kernels,
+        whole_rms=compiled or kernels or not on_cpu,
+        whole_gates=compiled or kernels,
+        own_kernels=kernels,
         masks_windows=not kernels,
         # On a CPU torch has no flash attention with dropout; our own kernel is one.
         flash=kernels or not (on_cpu and model.attention_probs_dropout_prob > 0),
