@@ -28,6 +28,8 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
     shape, chosen = layout_of(resolved), ModelShape.of(resolved.Model)
     shares = rank_memory(resolved)
     typer.echo(f"layout {shape}: {shape.world_size} process(es)")
+    if chosen.options:
+        typer.echo(f"network: {chosen.options}")
     header = ("rank", "dp", "pp", "sharding", "mp", "layers", "parameters", "state", "activations")
     rows: list[tuple[str, ...]] = [header]
     for share in shares:

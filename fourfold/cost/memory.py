@@ -249,6 +249,21 @@ def memory_of(
     return Breakdown(terms)
 
 
+def holding_of(
+    network: Network, spread: Spread, software: Software, stage: Numbers, mp_rank: Numbers = 0
+) -> dict[str, Numbers]:
+    """Bytes of a rank when its gradients are whole, before the update, and no weight is gathered:
+    what `--dry-run` counts. Exact where sharding divides the rows of every parameter."""
+    divided = np.asarray(spread.sharding) > 1
+    own = stage_parameters(network, spread, stage, mp_rank) / spread.sharding
+    return {
+        "weights": np.where(divided, 0, software.weight_bytes) * own,
+        "masters": np.where(divided, 4, software.master_bytes) * own,
+        "gradients": software.gradient_bytes * own,
+        "moments": software.moment_bytes * own,
+    }
+
+
 def _states(
     parameters: Numbers, wide: Numbers, shards: Numbers, level: Numbers, software: Software
 ) -> dict[str, Term]:

@@ -40,6 +40,8 @@ def describe(
         f"{parameters:,} parameters; untrained loss near "
         f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
     )
+    if options := shape.options:
+        yield f"network: {options}"
     if (grows := config.batch_schedule).ramp is not None:
         whole = grows.phases[-1]
         yield (
