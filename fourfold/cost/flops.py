@@ -119,8 +119,8 @@ def megatron_deepspeed_flops_per_token(
     All T × T pairs of attention, and all four passes when anything is recomputed. Its head counts
     for three quarters of its three passes where nothing is, which no setting of `flops_per_token`
     reproduces; with four passes and a feed-forward width of 4 h it is that of recompute "full".
-    It knows one block, of 12 h² in products; any other, of gates, shared keys and values or heads of
-    another width, counts with what it has.
+    It knows one block, of 12 h² in products; any other, of gates, shared keys and values or heads
+    of another width, counts with what it has.
     """
     h, layers = shape.hidden_size, shape.num_layers
     width = shape.num_attention_heads * shape.head_size

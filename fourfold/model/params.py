@@ -123,7 +123,9 @@ class ModelShape:
         if self.rotary_size and self.partial_rotary_factor < 1:
             positions += f" on {self.rotary_size} of {self.head_size} numbers of a head"
         if self.rotary_size and self.rope_scaling.type != "none":
-            positions += f", stretched {self.rope_scaling.factor:g} times ({self.rope_scaling.type})"
+            positions += (
+                f", stretched {self.rope_scaling.factor:g} times ({self.rope_scaling.type})"
+            )
         shared, width = self.key_value_heads, self.num_attention_heads * self.head_size
         chosen = self.sliding_window_layers
         where = "" if chosen is None else f" in {len(chosen)} layer(s)"

@@ -156,9 +156,7 @@ def _passes(
     )
 
 
-def _made_of_heads(
-    network: Network, software: Software, t: Numbers
-) -> tuple[Numbers, Numbers]:
+def _made_of_heads(network: Network, software: Software, t: Numbers) -> tuple[Numbers, Numbers]:
     """Numbers moved per token and hidden unit to rotate queries and keys and to normalize them, and
     kernels for it; what other programs do of it is in their own coefficients."""
     wide = 4 / np.asarray(software.compute_bytes)  # numbers in fp32, in which both are computed

@@ -81,7 +81,7 @@ REST = {
     "Global": {"device": "cpu"},
     "Engine": {"max_steps": 1, "mix_precision": {"dtype": "float32"}},
     "Data": {
-        "batch_size": {"global_batch_size": 16},
+        "batch_size": {"global_batch_size": 16, "micro_batch_size": 4},
         "dataset": {"input_dir": "unused", "max_seq_len": 16},
     },
 }
@@ -91,7 +91,7 @@ LAYOUTS = {
     "mp4 O1, all recomputed": [f"{MP}=4", f"{DP}=1", f"{MICRO}=4", *O1, *FULL],
     "mp2 sp O1, operations kept": [f"{MP}=2", f"{DP}=1", SP, f"{MICRO}=4", *O1, *OPERATIONS],
     "stage 3 O2": [f"{SHARDING}=4", f"{STAGE}=3", f"{DP}=1", f"{MICRO}=4", *O2],
-    "stage 2 O1, mp4 sp": [f"{SHARDING}=2", f"{STAGE}=2", f"{DP}=1", f"{MP}=4", SP, f"{MICRO}=4", *O1],
+    "stage 2 O1, mp4 sp": [f"{SHARDING}=2", f"{STAGE}=2", f"{DP}=1", f"{MP}=4", SP, *O1],
     "mp2 pp2 sp": [f"{MP}=2", f"{PP}=2", f"{DP}=1", SP, f"{MICRO}=4"],
 }  # fmt: skip
 QUICK = {
