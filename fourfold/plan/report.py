@@ -97,6 +97,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{count_of(plan.cluster.world, 'device')}, global batch {workload.global_batch} x "
         f"{workload.network.seq} tokens, {workload.precision}"
     )
+    if workload.shape.options:
+        yield f"network: {workload.shape.options}"
     ways = count_of(len(plan.candidates), "way")
     yield (
         f"{count_of(looked, 'legal layout')}, {fitting:,} fit in "
