@@ -148,6 +148,41 @@ class Network:
         return self.layers * self.layer_parameters + tables * self.hidden + self.last_norm
 
 
+def options_of(shape: ModelShape) -> str:
+    """What makes it another network than GPT-2, in words; empty where nothing does."""
+    positions = {
+        "learned": "",
+        "none": "no positions",
+        "rotary": f"rotary positions of theta {shape.rope_theta:g}",
+    }[shape.position_embedding]
+    if shape.rotary_size and shape.partial_rotary_factor < 1:
+        positions += f" on {shape.rotary_size} of {shape.head_size} numbers of a head"
+    if shape.rotary_size and shape.rope_scaling.type != "none":
+        positions += f", stretched {shape.rope_scaling.factor:g} times ({shape.rope_scaling.type})"
+    shared, width = shape.key_value_heads, shape.num_attention_heads * shape.head_size
+    chosen = shape.sliding_window_layers
+    where = "" if chosen is None else f" in {len(chosen)} layer(s)"
+    said = [
+        positions,
+        shape.normalization if shape.normalization != "LayerNorm" else "",
+        "norms after the blocks" if shape.norm_placement == "post" else "",
+        "parallel residual" if shape.parallel_residual else "",
+        f"normalized queries and keys ({shape.qk_norm})" if shape.qk_norm != "none" else "",
+        shape.activation if shape.activation != "gelu_tanh" else "",
+        f"{shared} key-value heads" if shared != shape.num_attention_heads else "",
+        f"heads of {shape.head_size}" if width != shape.hidden_size else "",
+        {"all": "", "none": "no biases", "qkv": "biases of q, k and v alone"}[shape.bias],
+        "" if shape.tie_word_embeddings else "own head",
+        f"a window of {shape.sliding_window} tokens{where}" if shape.sliding_window else "",
+        f"scores times {shape.attention_scale:g}" if shape.attention_scale else "",
+        f"embeddings times {shape.embedding_scale:g}" if shape.embedding_scale != 1 else "",
+        f"logits times {shape.logit_scale:g}" if shape.logit_scale != 1 else "",
+        f"logits within {shape.logit_softcap:g}" if shape.logit_softcap else "",
+        f"z-loss {shape.z_loss:g}" if shape.z_loss else "",
+    ]
+    return ", ".join(one for one in said if one)
+
+
 def _numel(rows: Iterable[Param]) -> int:
     return sum(row.numel for row in rows)
 

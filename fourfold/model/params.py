@@ -112,43 +112,6 @@ class ModelShape:
         is_rotary = self.position_embedding == "rotary"
         return int(self.head_size * self.partial_rotary_factor) if is_rotary else 0
 
-    @property
-    def options(self) -> str:
-        """What makes it another network than GPT-2, in words; empty where nothing does."""
-        positions = {
-            "learned": "",
-            "none": "no positions",
-            "rotary": f"rotary positions of theta {self.rope_theta:g}",
-        }[self.position_embedding]
-        if self.rotary_size and self.partial_rotary_factor < 1:
-            positions += f" on {self.rotary_size} of {self.head_size} numbers of a head"
-        if self.rotary_size and self.rope_scaling.type != "none":
-            positions += (
-                f", stretched {self.rope_scaling.factor:g} times ({self.rope_scaling.type})"
-            )
-        shared, width = self.key_value_heads, self.num_attention_heads * self.head_size
-        chosen = self.sliding_window_layers
-        where = "" if chosen is None else f" in {len(chosen)} layer(s)"
-        said = [
-            positions,
-            self.normalization if self.normalization != "LayerNorm" else "",
-            "norms after the blocks" if self.norm_placement == "post" else "",
-            "parallel residual" if self.parallel_residual else "",
-            f"normalized queries and keys ({self.qk_norm})" if self.qk_norm != "none" else "",
-            self.activation if self.activation != "gelu_tanh" else "",
-            f"{shared} key-value heads" if shared != self.num_attention_heads else "",
-            f"heads of {self.head_size}" if width != self.hidden_size else "",
-            {"all": "", "none": "no biases", "qkv": "biases of q, k and v alone"}[self.bias],
-            "" if self.tie_word_embeddings else "own head",
-            f"a window of {self.sliding_window} tokens{where}" if self.sliding_window else "",
-            f"scores times {self.attention_scale:g}" if self.attention_scale else "",
-            f"embeddings times {self.embedding_scale:g}" if self.embedding_scale != 1 else "",
-            f"logits times {self.logit_scale:g}" if self.logit_scale != 1 else "",
-            f"logits within {self.logit_softcap:g}" if self.logit_softcap else "",
-            f"z-loss {self.z_loss:g}" if self.z_loss else "",
-        ]
-        return ", ".join(one for one in said if one)
-
     def window_of(self, layer: int) -> int | None:
         """The tokens that one may attend to in that layer; None: all before it."""
         chosen = self.sliding_window_layers

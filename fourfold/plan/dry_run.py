@@ -27,8 +27,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import Config
-from fourfold.cost.memory import holding_of, stage_parameters, traffic_of
+from fourfold.cost.memory import holding_of, stage_parameters
 from fourfold.cost.rank_memory import RankMemory, memory_of_rank
+from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.device import is_cpu
 from fourfold.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.cost.workload import MOMENT_BYTES
+from fourfold.cost.workload import MOMENT_BYTES, options_of
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster
 from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_seconds, weight_shapes
 from fourfold.plan.machine import Group, bus_bandwidth
@@ -97,8 +97,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{count_of(plan.cluster.world, 'device')}, global batch {workload.global_batch} x "
         f"{workload.network.seq} tokens, {workload.precision}"
     )
-    if workload.shape.options:
-        yield f"network: {workload.shape.options}"
+    if options := options_of(workload.shape):
+        yield f"network: {options}"
     ways = count_of(len(plan.candidates), "way")
     yield (
         f"{count_of(looked, 'legal layout')}, {fitting:,} fit in "

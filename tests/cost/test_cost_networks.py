@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from fourfold.cost.memory import activation_bytes, memory_of
-from fourfold.cost.workload import Network, Software, Spread
+from fourfold.cost.workload import Network, Software, Spread, options_of
 from fourfold.model import GPT, ModelShape, gpt, initialize
 from fourfold.model.kernels import usable
 from fourfold.parallel.recompute import Recompute, apply_recompute, remake_cheap_outputs
@@ -160,3 +161,20 @@ def test_a_layer_on_a_gpu_keeps_what_its_price_says(family: str) -> None:
     price = activation_bytes(network, Spread(micro_batch=BATCH), software)["none"]
     print(f"{kept[1] - kept[0]:,} bytes kept, {float(price):,.0f} priced")
     assert kept[1] - kept[0] == pytest.approx(float(price), rel=0.01)
+
+
+def test_options_are_named_where_they_differ_from_gpt_2() -> None:
+    shape = ModelShape(96, 32, 2, 4, 64, 24)
+    assert options_of(shape) == ""
+    llama = replace(
+        shape,
+        position_embedding="rotary",
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias="none",
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    assert options_of(llama) == (
+        "rotary positions of theta 10000, RMSNorm, swiglu, 2 key-value heads, no biases, own head"
+    )

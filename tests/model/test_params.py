@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -58,19 +56,3 @@ def test_slices_make_up_the_whole_and_the_first_are_the_longer(size: int, degree
     assert (slices[0][0], slices[-1][1]) == (0, size)
     lengths = [stop - start for start, stop in slices]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
-
-
-def test_options_are_named_where_they_differ_from_gpt_2() -> None:
-    assert SHAPES[0].options == ""
-    llama = replace(
-        SHAPES[0],
-        position_embedding="rotary",
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias="none",
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    assert llama.options == (
-        "rotary positions of theta 10000, RMSNorm, swiglu, 2 key-value heads, no biases, own head"
-    )

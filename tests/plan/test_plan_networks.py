@@ -15,8 +15,9 @@ from fourfold.cli import command_line
 from fourfold.config import Config, load_config
 from fourfold.config.rules import divides_model
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
-from fourfold.cost.memory import holding_of, stage_parameters, traffic_of
+from fourfold.cost.memory import holding_of, stage_parameters
 from fourfold.cost.rank_memory import rank_memory
+from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.model import ModelShape, count_parameters, table_of
 from fourfold.plan.cluster import parse_cluster
