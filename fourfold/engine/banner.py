@@ -11,6 +11,7 @@ from dataclasses import replace
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.rank_memory import RankMemory, rank_memory, recomputed_in_all
+from fourfold.cost.workload import options_of
 from fourfold.data import Mixture
 from fourfold.data.mixture import shares_of
 from fourfold.data.samples import PARTS
@@ -40,6 +41,8 @@ def describe(
         f"{parameters:,} parameters; untrained loss near "
         f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
     )
+    if options := options_of(shape):
+        yield f"network: {options}"
     if (grows := config.batch_schedule).ramp is not None:
         whole = grows.phases[-1]
         yield (
