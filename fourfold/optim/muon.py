@@ -125,6 +125,8 @@ class Muon:
     def _direction(self, key: str, divisor: float | Tensor, skips: Tensor | None) -> Tensor:
         """What is to be orthogonalised, of this rank's rectangle; the momentum moves on."""
         gradient, buffer = self.matrices[key].gradient, self.momentum[key]
+        if buffer.numel() == 0:  # sharding has left this rank nothing
+            return buffer
         assert gradient is not None, "every parameter is used"
         if isinstance(divisor, Tensor):
             gradient = gradient / divisor.to(gradient.dtype)
@@ -174,8 +176,8 @@ class Exchange:
     ) -> None:
         """`boxes` are the rectangles of all ranks of the group, by their order in it."""
         for key, shard in matrices.items():
-            assert boxes[key][own_rank].shape == shard.box.shape, key
-            assert shard.box.volume() == 0 or boxes[key][own_rank] == shard.box, key
+            own = boxes[key][own_rank]
+            assert own == shard.box or own.volume() == shard.box.volume() == 0, key
         self.shapes = {key: shard.shape for key, shard in matrices.items()}
         self.boxes = boxes
         self.own_rank = own_rank
