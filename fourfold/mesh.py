@@ -264,6 +264,7 @@ class Mesh:
         self.coordinates = layout.coordinates(rank)
         self.device_mesh: DeviceMesh | None = None
         self.tied_embedding_group: ProcessGroup | None = None
+        self._stage_group: ProcessGroup | None = None
         self._timeout = timedelta(seconds=timeout_seconds)
         self._meetings = meetings
         if layout.world_size > 1:
@@ -334,6 +335,23 @@ class Mesh:
         if self.layout.pp == 2:
             return self.group("pp")
         return self._join([[column[0], column[-1]] for column in self.layout.columns("pp")])
+
+    def stage_group(self) -> ProcessGroup | None:
+        """All ranks of this rank's pipeline stage; None where it is alone. Every process must ask,
+        the first time together."""
+        axes = [axis for axis in self.layout.axes if axis != "pp"]
+        if len(axes) <= 1:
+            return self.group(axes[0]) if axes else None
+        if self.layout.pp == 1:
+            return _world()
+        if self._stage_group is None:
+            everyone = range(self.size)
+            places = {rank: self.layout.coordinates(rank)["pp"] for rank in everyone}
+            stages = range(self.layout.pp)
+            self._stage_group = self._join(
+                [[rank for rank in everyone if places[rank] == stage] for stage in stages]
+            )
+        return self._stage_group
 
     # -- what all ranks must see alike ------------------------------------------------------
 

@@ -75,11 +75,13 @@ def load(
     ranks: RankGroup = ALONE,
     hashes: bool = True,
     read_once: bool = False,
+    ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint and return its state.
 
     Over all ranks the names must be exactly the checkpoint's, among those that begin with
-    `prefix` ("model." to read the weights alone), and whole shapes and dtypes must be its own.
+    `prefix` ("model." to read the weights alone) and with none of `ignored`, and whole shapes and
+    dtypes must be its own.
     Nothing is written into any rank's tensors before every file has been verified: each is hashed
     by one of the ranks that read it. With `read_once` what that rank wants of it is copied as it is
     hashed; when this raises, the tensors may then hold anything. What one rank raises, all raise.
@@ -96,7 +98,11 @@ def load(
         manifest = turn(lambda: read_manifest(directory, prefix))
         checksum = ranks.broadcast(manifest.checksum)
         turn(lambda: _check_same(directory, manifest, checksum))
-        held = [name for name in manifest.tensors if name.startswith(prefix)]
+        held = [
+            name
+            for name in manifest.tensors
+            if name.startswith(prefix) and not name.startswith(ignored)
+        ]
         unclaimed = ranks.unclaimed(held, set(wanted))
         turn(lambda: _check_fits(directory, manifest, wanted, prefix, unclaimed))
         needed = sorted(parts_by_file(manifest, wanted))
@@ -119,6 +125,7 @@ def resume(
     prefix: str = "",
     ranks: RankGroup = ALONE,
     hashes: bool = True,
+    ignored: tuple[str, ...] = (),
 ) -> Found:
     """Load the first good one of `candidates(where)`; return which, and its state.
 
@@ -133,7 +140,8 @@ def resume(
         listed = _on_all_ranks(ranks, lambda: _listing(where) if ranks.rank == 0 else [])
         for directory in map(Path, ranks.broadcast(listed)):
             try:
-                return directory, load(directory, tensors, prefix, ranks, hashes, read_once=True)
+                state = load(directory, tensors, prefix, ranks, hashes, True, ignored)
+                return directory, state
             except (MismatchError, MovedError):
                 raise
             except CheckpointError as error:
@@ -335,11 +343,14 @@ def _fits(cut: Cut, shard: Shard) -> bool:
 # -- merging --------------------------------------------------------------------------------------
 
 
-def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
+def merge(
+    source: Path | str, target: Path | str, prefix: str = "", becomes: str | None = None
+) -> Path:
     """Write the tensors of checkpoint `source` whose names begin with `prefix` whole to `target`.
 
     `target` is a new directory, which appears complete and can be used wherever a checkpoint can.
-    Of the tensors, those of one file at a time are in memory.
+    With `becomes` the prefix of every name is replaced by it, and the result is one of weights
+    alone. Of the tensors, those of one file at a time are in memory.
     """
     source, target = Path(source), Path(target)
     if os.path.lexists(target):
@@ -353,7 +364,7 @@ def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
-            place.steady(lambda: _write_whole(source, manifest, prefix, temporary))
+            place.steady(lambda: _write_whole(source, manifest, prefix, temporary, becomes))
             commit(temporary, target)
         except (OSError, SafetensorError) as error:
             reason = explained(error, target.parent)
@@ -363,7 +374,12 @@ def merge(source: Path | str, target: Path | str, prefix: str = "") -> Path:
     return target
 
 
-def _write_whole(source: Path, manifest: Manifest, prefix: str, into: Path) -> None:
+def _write_whole(
+    source: Path, manifest: Manifest, prefix: str, into: Path, becomes: str | None
+) -> None:
+    def renamed(name: str) -> str:
+        return name if becomes is None else becomes + name.removeprefix(prefix)
+
     cuts = {name: cut for name, cut in manifest.tensors.items() if name.startswith(prefix)}
     sizes = {name: cut.nbytes() for name, cut in cuts.items()}
     needed, free = sum(sizes.values()), free_bytes(into)
@@ -381,12 +397,15 @@ def _write_whole(source: Path, manifest: Manifest, prefix: str, into: Path) -> N
         read_shards(
             source, manifest, {name: Shard.whole(tensor) for name, tensor in tensors.items()}
         )
-        files[file] = write_shard(into / file, tensors)
+        files[file] = write_shard(
+            into / file, {renamed(name): tensor for name, tensor in tensors.items()}
+        )
         for name in names:
             shape = cuts[name].shape
             entire = Box((0,) * len(shape), shape)
-            stored[name] = StoredPiece(shape, cuts[name].dtype, entire, file)
-    state = encode_json(read_state(source), MAX_STATE_BYTES, STATE)
+            stored[renamed(name)] = StoredPiece(shape, cuts[name].dtype, entire, file)
+    kept = read_state(source) | ({} if becomes is None else {"weights_only": True})
+    state = encode_json(kept, MAX_STATE_BYTES, STATE)
     indices = joined({0: Part.of(files, stored)})
     write_manifest(into, manifest.step, manifest.serial, indices, state)
     sync_directory(into)

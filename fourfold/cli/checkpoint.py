@@ -17,7 +17,7 @@ app = typer.Typer(help="Inspect, verify and merge checkpoints.", no_args_is_help
 CheckpointPath = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
 
 LARGEST_SHOWN = 5
-PARAMETERS = "model."
+PARAMETERS, AVERAGES = "model.", "ema."
 
 
 @app.command()
@@ -69,14 +69,30 @@ def merge(
         str,
         typer.Option(help='Only tensors whose names start with this; "model." for the weights.'),
     ] = "",
+    ema: Annotated[
+        bool,
+        typer.Option(
+            "--ema", help="Write the average of the weights (Optimizer.ema_decay) as the weights."
+        ),
+    ] = False,
 ) -> None:
     """Rewrite a checkpoint with every tensor whole, whatever layout saved it."""
     from fourfold import checkpoint
     from fourfold.checkpoint.directory import named_by_user
     from fourfold.checkpoint.manifest import read_manifest
+    from fourfold.errors import UserError
 
-    chosen = named_by_user(source)[0]
-    manifest = read_manifest(checkpoint.merge(chosen, target, prefix))
+    chosen, becomes = named_by_user(source)[0], None
+    if ema:
+        if prefix:
+            raise UserError(f"--ema and --prefix {prefix} both say what to write; leave one out")
+        if not any(name.startswith(AVERAGES) for name in read_manifest(chosen).tensors):
+            raise UserError(
+                f"{chosen} has no average of the weights; its run was not started with "
+                "Optimizer.ema_decay"
+            )
+        prefix, becomes = AVERAGES, PARAMETERS
+    manifest = read_manifest(checkpoint.merge(chosen, target, prefix, becomes))
     print(
         f"{target}: {len(manifest.tensors)} tensors of {chosen}, whole, in "
         f"{len(manifest.shards())} files, {_readable(manifest.size())}"

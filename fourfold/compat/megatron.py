@@ -16,7 +16,14 @@ from typing import Any
 
 from fourfold.cli import main as fourfold
 from fourfold.compat.flags import Flags, Translation
-from fourfold.compat.megatron_flags import KEYS, PROGRAM, read_flags, without_effect
+from fourfold.compat.megatron_flags import (
+    DECAY_STYLES,
+    KEYS,
+    PROGRAM,
+    WSD_STYLES,
+    read_flags,
+    without_effect,
+)
 from fourfold.compat.megatron_preprocess import tokenizer_path
 from fourfold.errors import ConfigError, UserError, report
 from fourfold.launch.launchers import join_launcher
@@ -197,6 +204,14 @@ def _set_schedule(run: Translation, flags: Flags, world_size: int) -> None:
     flag = next(f for f in (f"--lr-decay-{kind}", f"--train-{kind}") if f in flags)
     decay = flags[flag] * each
     run.set("Optimizer.lr.decay_samples", decay, f"{flag} {flags[flag]}{times}")
+    style = flags["--lr-decay-style"]
+    given = "" if "--lr-decay-style" in flags else " by default"
+    run.set("Optimizer.lr.decay_style", DECAY_STYLES[style], f"--lr-decay-style{given}")
+    if style == "WSD":
+        flag = f"--lr-wsd-decay-{kind}"
+        run.set("Optimizer.lr.wsd_decay_samples", flags[flag] * each, f"{flag}{times}")
+        flag = "--lr-wsd-decay-style"
+        run.set("Optimizer.lr.wsd_decay_style", WSD_STYLES[flags[flag]], flag)
     if "--lr-warmup-fraction" in flags:
         share = flags["--lr-warmup-fraction"]
         reason = f"--lr-warmup-fraction {share:g} of {decay}"

@@ -19,6 +19,21 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
+# Megatron's names of schedules, with ours.
+DECAY_STYLES = {
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}
+WSD_STYLES = {
+    "exponential": "exponential",
+    "linear": "linear",
+    "cosine": "cosine",
+    "minus_sqrt": "1-sqrt",
+}
+
 FLAGS = (
     # The network.
     Flag("--num-layers", whole, "transformer layers"),
@@ -62,7 +77,10 @@ FLAGS = (
     # The optimizer.
     Flag("--lr", number, "learning rate after the warm-up"),
     Flag("--min-lr", number, "learning rate at the end", 0.0),
-    Flag("--lr-decay-style", ("cosine", "linear", "constant"), "how the rate falls", "linear"),
+    Flag("--lr-decay-style", tuple(DECAY_STYLES), "how the rate falls", "linear"),
+    Flag("--lr-wsd-decay-style", tuple(WSD_STYLES), "the same at the end of WSD", "exponential"),
+    Flag("--lr-wsd-decay-samples", whole, "samples at the end in which the rate of WSD falls"),
+    Flag("--lr-wsd-decay-iters", whole, "the same in steps, with --train-iters"),
     Flag("--lr-decay-samples", whole, "samples until the rate is --min-lr (the whole run)"),
     Flag("--lr-decay-iters", whole, "the same in steps, with --train-iters"),
     Flag("--lr-warmup-samples", whole, "samples over which the learning rate rises", 0),
@@ -152,7 +170,6 @@ KEYS = {
     "--clip-grad": "Optimizer.grad_clip",
     "--lr": "Optimizer.lr.max_lr",
     "--min-lr": "Optimizer.lr.min_lr",
-    "--lr-decay-style": "Optimizer.lr.decay_style",
     "--train-iters": "Engine.max_steps",
     "--train-samples": "Engine.train_samples",
     "--log-interval": "Engine.logging_freq",
@@ -300,7 +317,7 @@ def _check_length(flags: Flags) -> None:
 def _check_learning_rate(flags: Flags) -> None:
     by_samples = "--train-samples" in flags
     kind, other = ("samples", "iters") if by_samples else ("iters", "samples")
-    for name in ("--lr-decay", "--lr-warmup"):
+    for name in ("--lr-decay", "--lr-warmup", "--lr-wsd-decay"):
         if f"{name}-{other}" in flags:
             raise UserError(f"{name}-{other} does not go with --train-{kind}; give {name}-{kind}")
     _exclusive(flags, "--lr-warmup-fraction", f"--lr-warmup-{kind}")
@@ -314,6 +331,12 @@ def _check_learning_rate(flags: Flags) -> None:
             f"--lr-warmup-fraction {flags['--lr-warmup-fraction']:g}: choose at least 0 and less "
             "than 1"
         )
+    is_wsd = flags["--lr-decay-style"] == "WSD"
+    if is_wsd and f"--lr-wsd-decay-{kind}" not in flags:
+        raise UserError(f"--lr-decay-style WSD needs --lr-wsd-decay-{kind}; add it")
+    for flag in ("--lr-wsd-decay-style", f"--lr-wsd-decay-{kind}"):
+        if not is_wsd and flag in flags:
+            raise UserError(f"{flag} goes with --lr-decay-style WSD; add that, or leave it out")
     decay_flag = f"--lr-decay-{kind}"
     decay = flags[decay_flag if decay_flag in flags else f"--train-{kind}"]
     warmup = flags[f"--lr-warmup-{kind}"]

@@ -3,7 +3,8 @@
 The growth is Megatron's `--rampup-batch-size START INCREMENT SAMPLES`: the batch begins at START
 and gains INCREMENT each time another equal share of SAMPLES has been read, until it is whole. All
 of it is a function of the step, so a run that is resumed, or read on another layout, takes the
-same samples at the same step.
+same samples at the same step. A run that is resumed with another batch continues at the next
+sample: its schedule begins at the step and the sample where the other ended.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class BatchSchedule:
 
     batch: int
     ramp: Ramp | None = None
+    # Where it begins: a run may have taken other batches before.
+    first_step: int = 0
+    first_sample: int = 0
 
     @cached_property
     def phases(self) -> list[Phase]:
         return list(self._phases())
 
     def _phases(self) -> Iterator[Phase]:
-        step = consumed = 0
+        step, consumed = self.first_step, self.first_sample
         while self.ramp is not None and consumed <= self.ramp.samples:
             size = self.ramp.batch_after(consumed, self.batch)
             steps = self._steps_alike(self.ramp, consumed, size)
@@ -87,6 +91,7 @@ class BatchSchedule:
 
     def consumed(self, steps: int) -> int:
         """Samples read by the first `steps` steps."""
+        assert steps >= self.first_step, "what was read before is not known"
         phase = self._phase(steps)
         return phase.first_sample + (steps - phase.first_step) * phase.batch
 
@@ -96,7 +101,7 @@ class BatchSchedule:
     def steps_within(self, samples: int) -> int:
         """How many steps read at most `samples`."""
         index = bisect_right(self.phases, samples, key=lambda phase: phase.first_sample) - 1
-        phase = self.phases[index]
+        phase = self.phases[max(index, 0)]
         steps = phase.first_step + (samples - phase.first_sample) // phase.batch
         following = self.phases[index + 1 : index + 2]
         return min([steps, *(other.first_step for other in following)])

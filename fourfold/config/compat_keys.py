@@ -107,7 +107,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
         "only GPT language models are trained here",
     ),
     "Model.name": (("GPT", "GPTAuto"), "only GPT language models are trained here"),
-    "Optimizer.name": (("AdamW", "FusedAdamW", "Adam"), "the optimizer is AdamW"),
     "Optimizer.lr.name": (
         ("CosineAnnealingWithWarmupDecay", "cosine", "consine"),
         "the schedule is warm-up and cosine decay",
@@ -121,6 +120,9 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
         for part in _LATER_DATA
     },
 }
+
+# Other names of AdamW.
+ADAMW_NAMES = ("FusedAdamW", "Adam")
 
 # Features that are not offered: (switched on when `enable` is left out, what to do instead).
 NOT_OFFERED: dict[str, tuple[bool, str]] = {
@@ -154,12 +156,7 @@ def translate(tree: Tree, report: Report) -> None:
         entry = take(tree, path)
         if entry is not None and entry.value is not None and entry.value not in names:
             report.problem(entry.source, f"{path}={_shown(entry)} is not supported: {remedy}")
-        elif entry is not None and entry.value == "Adam" and _decays(tree):
-            report.notice(
-                entry.source,
-                "Optimizer.name=Adam is read as AdamW: Optimizer.weight_decay is taken from the "
-                "weights, where Adam adds it to the gradient; 0 makes the two the same",
-            )
+    _read_optimizer_name(tree, report)
     for path, (by_default, remedy) in NOT_OFFERED.items():
         _refuse_feature(tree, path, by_default, remedy, report)
     for path, reason in WITHOUT_EFFECT.items():
@@ -177,8 +174,22 @@ def translate(tree: Tree, report: Report) -> None:
     _pad_vocabulary(tree, report)
 
 
-def _decays(tree: Tree) -> bool:
-    return value_of(tree, "Optimizer.weight_decay", 0) not in (0, 0.0)
+def _read_optimizer_name(tree: Tree, report: Report) -> None:
+    entry = find(tree, "Optimizer.name")
+    if entry is None or entry.value in ("AdamW", "Muon"):
+        return
+    if entry.value == "Adam" and value_of(tree, "Optimizer.weight_decay", 0) not in (0, 0.0):
+        report.notice(
+            entry.source,
+            "Optimizer.name=Adam is read as AdamW: Optimizer.weight_decay is taken from the "
+            "weights, where Adam adds it to the gradient; 0 makes the two the same",
+        )
+    elif entry.value is not None and entry.value not in ADAMW_NAMES:
+        report.problem(
+            entry.source,
+            f"Optimizer.name={_shown(entry)} is not supported: the optimizer is AdamW or Muon",
+        )
+    entry.value = "AdamW"
 
 
 def _unfold_old_layout(tree: Tree, report: Report) -> None:

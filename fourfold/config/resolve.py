@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
+from fourfold.config.fields import Section
 from fourfold.config.findings import ConfigFindings, multiple_near
 from fourfold.config.model_section import GATED, ModelSection
 from fourfold.config.schema import Config, Dtype, default_level
@@ -41,6 +42,7 @@ def resolve(config: Config, findings: ConfigFindings, world_size: int | None) ->
     _resolve_precision(config, findings)
     _resolve_model(config, findings)
     _resolve_learning_rate(config, findings)
+    _resolve_muon(config, findings)
     _resolve_data(config)
     _resolve_usage(config)
 
@@ -148,6 +150,7 @@ def _resolve_learning_rate(config: Config, findings: ConfigFindings) -> None:
     if lr.decay_steps is None:
         lr.decay_steps = config.Engine.max_steps
     if lr.decay_samples is None and lr.warmup_samples is None:
+        _resolve_wsd(config, findings, lr.decay_steps)
         return
     if lr.decay_samples is None:
         lr.decay_samples = config.batch_schedule.consumed(config.Engine.max_steps)
@@ -161,6 +164,49 @@ def _resolve_learning_rate(config: Config, findings: ConfigFindings) -> None:
                 f"Optimizer.lr.{name}",
                 f"Optimizer.lr.{samples}",
             )
+    _resolve_wsd(config, findings, lr.decay_samples)
+
+
+def _resolve_wsd(config: Config, findings: ConfigFindings, decay: int) -> None:
+    """The length of the decay, counted as the rate is: in samples, or in steps."""
+    lr = config.Optimizer.lr
+    counted, other = "wsd_decay_steps", "wsd_decay_samples"
+    if lr.decay_samples is not None:
+        counted, other = other, counted
+    unused, why = ["wsd_decay_rate", "wsd_decay_style", counted, other], str(lr.decay_style)
+    if lr.decay_style == "wsd":
+        by_rate = round(lr.wsd_decay_rate * decay)
+        if getattr(lr, counted) is None:
+            setattr(lr, counted, by_rate)
+        same = getattr(lr, counted) == by_rate
+        unused, why = [other] if same else ["wsd_decay_rate", other], f"wsd and {counted} given"
+    _notice_unused(findings, lr, "Optimizer.lr", unused, f"decay_style={why}")
+
+
+def _resolve_muon(config: Config, findings: ConfigFindings) -> None:
+    optimizer, muon = config.Optimizer, config.Optimizer.muon
+    followed = {
+        "weight_decay": optimizer.weight_decay,
+        "adjust_lr_fn": "match_rms_adamw" if muon.lr is None else "original",
+    }
+    names = [name for name in type(muon).model_fields if name not in followed]
+    for name, value in followed.items():
+        if getattr(muon, name) is None:
+            setattr(muon, name, value)
+        elif getattr(muon, name) != value:
+            names.append(name)
+    if optimizer.name != "Muon":
+        _notice_unused(findings, muon, "Optimizer.muon", names, f"name={optimizer.name}")
+
+
+def _notice_unused(
+    findings: ConfigFindings, section: Section, path: str, names: list[str], why: str
+) -> None:
+    """Of these keys, those that were given another value than their default."""
+    for name in names:
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].default:
+            findings.notice(f"{path}.{name}={value} has no effect with {why}", f"{path}.{name}")
 
 
 def _resolve_micro_batch(config: Config, findings: ConfigFindings) -> None:

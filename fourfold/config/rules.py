@@ -137,6 +137,15 @@ def _check_fusion(config: Config, findings: ConfigFindings) -> None:
         "sharding_degree": layout.sharding.sharding_degree,
     }
     above = [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    if config.Fused.tensor_fusion and config.Optimizer.name == "Muon":
+        findings.problem(
+            [
+                Setting("Fused.tensor_fusion"),
+                " joins parameters to flat buffers, and ",
+                config.setting("Optimizer.name"),
+                " updates each matrix by itself; turn it off, or choose AdamW",
+            ],
+        )
     if config.Fused.tensor_fusion and above:
         findings.problem(
             [
@@ -187,6 +196,29 @@ def _check_learning_rate(config: Config, findings: ConfigFindings) -> None:
             "Optimizer.lr.max_lr",
             "Optimizer.lr.min_lr",
         )
+    own = config.setting("Optimizer.muon.lr")
+    if config.Optimizer.name == "Muon" and own.value is not None and lr.max_lr == 0:
+        findings.problem(
+            [own, " follows the schedule of ", config.setting("Optimizer.lr.max_lr"),
+             ", which has no shape; choose a max_lr above 0"]
+        )  # fmt: skip
+    if lr.decay_style == "wsd":
+        _check_wsd(config, findings)
+
+
+def _check_wsd(config: Config, findings: ConfigFindings) -> None:
+    """The decay must begin after the warm-up has ended."""
+    lr = config.Optimizer.lr
+    unit = "steps" if lr.decay_samples is None else "samples"
+    decays = config.setting(f"Optimizer.lr.wsd_decay_{unit}")
+    ends = config.setting(f"Optimizer.lr.decay_{unit}")
+    warmup = lr.warmup_rate * lr.decay_steps if unit == "steps" else lr.warmup_samples or 0.0
+    if decays.value > ends.value - warmup:
+        most = int(ends.value - warmup)
+        findings.problem(
+            [decays, f" begins within the warm-up, which takes {warmup:g} of ", ends,
+             f" {unit}; choose at most {most}, or a shorter warm-up"]
+        )  # fmt: skip
 
 
 def _check_generation(config: Config, findings: ConfigFindings) -> None:

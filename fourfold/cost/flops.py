@@ -111,6 +111,12 @@ def flops_per_token(
     return 3 * (layers * parts.layer + parts.head) + again * repeated[recompute]
 
 
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Of one of Muon's iterations for a matrix: x xT, its square, and their product with x."""
+    short, long = sorted((rows, columns))
+    return 4 * short**2 * long + 2 * short**3
+
+
 def megatron_deepspeed_flops_per_token(
     shape: ModelShape, seq_len: int, *, recomputes: bool
 ) -> float:

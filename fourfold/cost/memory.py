@@ -80,6 +80,13 @@ def end_parameters(
     return tables + np.where(last, network.last_norm, 0)
 
 
+def stage_matrices(network: Network, spread: Spread, stage: Numbers) -> Numbers:
+    """Of these, numbers in the matrices that Muon may update."""
+    own = network.matrices - network.shared_matrices
+    each = own / spread.mp + network.shared_matrices / network.key_pieces(spread.mp)
+    return layers_of_stage(network, spread, stage) * each
+
+
 def stage_ends(spread: Spread, stage: Numbers) -> tuple[Numbers, Numbers]:
     """Whether pipeline rank `stage` has the network's first stage, and whether its last."""
     schedule = np.asarray(spread.schedule)
@@ -233,6 +240,9 @@ def memory_of(
     shards, level = spread.sharding, np.asarray(spread.stage)
     wide = _wide_parameters(network, spread, software, stage)
     states = _states(parameters, wide, shards, level, software)
+    states["optimizer"] = _less_for_muon(
+        states["optimizer"], stage_matrices(network, spread, stage), shards, software
+    )
     activations = _activations(network, spread, software, stage)
     logits = _logits(network, spread, software, stage)
     buffers = _buffers(network, spread, software, stage, parameters)
@@ -284,7 +294,7 @@ def _states(
     each = {
         "weights": whole,
         "gradients": software.gradient_bytes,
-        "optimizer": master + software.moment_bytes,
+        "optimizer": master + software.moment_bytes + software.ema_bytes,
     }
     wider = {"weights": np.where(divided & (whole > 0), (4 - whole) * wide, 0.0)}
     return {
@@ -300,6 +310,18 @@ def _states(
         )
         for name in each
     }
+
+
+def _less_for_muon(whole: Term, matrices: Numbers, shards: Numbers, software: Software) -> Term:
+    """Muon keeps less of the matrices than AdamW does of the rest."""
+    less = (np.asarray(software.moment_bytes) - software.matrix_moment_bytes) * matrices / shards
+    if not np.any(less):
+        return whole
+    return Term(
+        whole.value - less,
+        whole.sentence + ", {less:.4g} MB less because Muon has one moment of the matrices",
+        {**whole.inputs, "less": less / 1e6},
+    )
 
 
 def _wider_text(bytes_: Numbers) -> Numbers:

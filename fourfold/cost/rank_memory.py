@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from fourfold.config import Config
 from fourfold.cost.memory import memory_of
-from fourfold.cost.workload import MOMENT_BYTES, Network, software_of, spread_of
+from fourfold.cost.workload import (
+    MOMENT_BYTES,
+    MUON_MOMENT_BYTES,
+    Network,
+    is_muons,
+    software_of,
+    spread_of,
+)
 from fourfold.device import is_cpu
 from fourfold.mesh import Layout
 from fourfold.model import ModelShape, table_of
@@ -39,10 +46,12 @@ class RankMemory:
     gradient_bytes: int
     moment_bytes: int
     activation_bytes: int
+    ema_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        return self.weight_bytes + self.master_bytes + self.gradient_bytes + self.moment_bytes
+        weights = self.weight_bytes + self.master_bytes + self.ema_bytes
+        return weights + self.gradient_bytes + self.moment_bytes
 
 
 def rank_memory(config: Config) -> list[RankMemory]:
@@ -71,6 +80,7 @@ class _Part:
     numel: int  # of the slice that model parallelism leaves it, which a step computes with
     kept: int  # of the rows of that slice that sharding leaves it
     itemsize: int  # of a number as it is computed with
+    moment_bytes: int  # that the optimizer keeps of a number
     is_counted: bool  # here, and not on another rank with the same
 
 
@@ -86,6 +96,8 @@ class _Rules:
             row.name: precision.weight_dtype(self.table, row.name, sharded=sharded).itemsize
             for row in self.table.rows
         }
+        self.muon = config.Optimizer.name == "Muon"
+        self.ema_itemsize = 0 if config.Optimizer.ema_decay is None else FP32_BYTES
         pipeline = range(self.layout.pp)
         self.stages = [stages_here(config, pp_rank) for pp_rank in pipeline]
         self.last_stage = count_stages(config) - 1
@@ -109,7 +121,8 @@ class _Rules:
             weight_bytes=weights,
             master_bytes=FP32_BYTES * sum(part.kept for part in masters),
             gradient_bytes=gradients,
-            moment_bytes=MOMENT_BYTES * kept,
+            moment_bytes=sum(part.kept * part.moment_bytes for part in parts),
+            ema_bytes=self.ema_itemsize * kept,
             activation_bytes=self.activation_bytes[place["pp"]],
         )
 
@@ -126,7 +139,8 @@ class _Rules:
         own_rows = min(max(rows - place["sharding"] * chunk, 0), chunk)
         row_numel = math.prod(shape[1:])
         itemsize = self.itemsizes[row.name]
-        return _Part(rows * row_numel, own_rows * row_numel, itemsize, is_counted)
+        moments = MUON_MOMENT_BYTES if self.muon and is_muons(row) else MOMENT_BYTES
+        return _Part(rows * row_numel, own_rows * row_numel, itemsize, moments, is_counted)
 
     def _ends(self, place: dict[str, int]) -> Iterator[_Part]:
         """Embeddings, last norm and head, where this pipeline rank has an end of the network."""

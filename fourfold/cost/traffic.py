@@ -32,7 +32,19 @@ def traffic_of(
         "dp": _replicas(network, spread, software, stage),
         "pp": _messages(network, spread, software, stage),
         "pp ends": _tied(network, spread, software, stage),
+        "muon": muon_bytes(network, spread, software, stage),
     }
+
+
+def muon_bytes(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
+    """What Muon's ranks send others in a step, on average: each matrix of a stage is gathered on
+    one of its ranks, and goes back in rectangles to all of them."""
+    layers = layers_of_stage(network, spread, stage)
+    ranks = np.asarray(spread.dp) * spread.sharding * spread.mp
+    pieces = np.asarray(spread.sharding) * spread.mp
+    each = (1 - 1 / pieces) + (ranks - 1) / pieces
+    sent = software.ns_bytes * layers * network.matrices / ranks * each
+    return np.where(software.ns_steps, sent, 0)
 
 
 def _model_parallel(

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from fourfold.config import Config
-from fourfold.config.schema import default_level
-from fourfold.cost.flops import flops_per_token
+from fourfold.config.schema import default_level, default_ns_dtype
+from fourfold.cost.flops import flops_per_token, newton_schulz_flops
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of
 from fourfold.model.kernels import usable
@@ -57,6 +57,9 @@ class Network:
     layer_norms: Numbers = 0  # of one layer, whole
     divided_norms: Numbers = 0  # of queries, over all heads
     shared_norms: Numbers = 0  # of keys, over all heads
+    matrices: Numbers = 0  # of one layer: those that Muon may update
+    shared_matrices: Numbers = 0  # of these, keys' and values'
+    newton_schulz: Numbers = 0  # FLOPs of one iteration for the matrices of one layer
     last_norm: Numbers = 0
     joint_products: Numbers = True  # one of q, k and v where heads share these, one of gate and up
 
@@ -99,6 +102,9 @@ class Network:
             shared_norms=_numel(row for row in shared if row.kind == "norm"),
             last_norm=_numel(row for row in table.at("last") if row.kind == "norm"),
             joint_products=False,
+            matrices=_numel(row for row in layer if is_muons(row)),
+            shared_matrices=_numel(row for row in shared if is_muons(row)),
+            newton_schulz=sum(newton_schulz_flops(*row.shape) for row in layer if is_muons(row)),
         )
 
     @property
@@ -218,8 +224,13 @@ class Spread:
         return self.dp * self.sharding
 
 
-# What the optimizer keeps of a parameter: AdamW's two moments in fp32.
-MOMENT_BYTES = 8
+# What the optimizer keeps of a parameter: AdamW's two moments in fp32, or Muon's momentum.
+MOMENT_BYTES, MUON_MOMENT_BYTES = 8, 4
+
+
+def is_muons(row: Param) -> bool:
+    """Whether Muon updates it, where the optimizer is Muon; AdamW updates everything else."""
+    return row.is_matrix and row.in_every_layer
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,10 @@ class Software:
     weight_bytes: Numbers = 2  # per parameter, the copy that is multiplied with
     master_bytes: Numbers = 4  # a separate fp32 copy; 0 when the weights themselves are fp32
     moment_bytes: Numbers = MOMENT_BYTES
+    matrix_moment_bytes: Numbers = MOMENT_BYTES  # of the matrices of layers
+    ema_bytes: Numbers = 0  # of an average of the weights
+    ns_steps: Numbers = 0  # Muon's iterations; 0: no Muon
+    ns_bytes: Numbers = 4  # per number that Muon's ranks send each other
     gradient_bytes: Numbers = 4  # as kept and added up between micro-batches
     lasting_gradients: Numbers = True  # their memory is there through the whole step
     reduce_bytes: Numbers = 4  # per gradient on the wire
@@ -313,7 +328,13 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
     sharding = config.Distributed.sharding
     level = precision.level or default_level(precision.dtype, on_cpu=on_cpu)
     masters = level == "O2"
+    optimizer = config.Optimizer
+    muon, ns_dtype = optimizer.name == "Muon", optimizer.muon.ns_dtype
     return Software(
+        matrix_moment_bytes=MUON_MOMENT_BYTES if muon else MOMENT_BYTES,
+        ema_bytes=0 if optimizer.ema_decay is None else 4,
+        ns_steps=optimizer.muon.ns_steps if muon else 0,
+        ns_bytes=2 if (ns_dtype or default_ns_dtype(on_cpu=on_cpu)) == "bfloat16" else 4,
         compute_bytes=2 if low else 4,
         weight_bytes=2 if masters else 4,
         master_bytes=4 if masters else 0,
@@ -396,6 +417,14 @@ class Workload:
     @property
     def parameters(self) -> int:
         return count_parameters(self.shape)
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """The fp32 weights and what the optimizer keeps of them."""
+        network, software = self.network, self.software
+        matrices = network.layers * network.matrices
+        spared = (software.moment_bytes - software.matrix_moment_bytes) * matrices
+        return float((4 + software.moment_bytes + software.ema_bytes) * self.parameters - spared)
 
     @property
     def tokens_per_step(self) -> int:

@@ -54,7 +54,7 @@ def build_engine(
     if open_foreign is not None:
         mesh.on_all_ranks(lambda: check_foreign(config, open_foreign))
     runner = parallelize(config, mesh, device)
-    optimizer = build_optimizer(config, runner.masters, runner.decayed())
+    optimizer = build_optimizer(config, runner)
     return Engine(config, data, runner, optimizer, claimed, prediction, open_foreign)
 
 

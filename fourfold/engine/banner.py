@@ -116,6 +116,7 @@ def describe_ranks(shares: list[RankMemory]) -> Iterator[str]:
             "master weights": share.master_bytes,
             "gradients": share.gradient_bytes,
             "moments": share.moment_bytes,
+            "average of weights": share.ema_bytes,
         }
         listed = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
         whose = f"rank {_ranges(ranks)}: " if len(shares) > 1 else ""

@@ -116,6 +116,23 @@ class Engine:
             self.saves.last_good = restored.path
         self.notices += restored.notices
 
+    def change_batch(self, step: int, consumed: int) -> list[str]:
+        """Continue after `step` steps that read `consumed` samples with another batch than
+        this configuration's would have been; returns what the user should know."""
+        before = self.batch_schedule.consumed(step)
+        self.config.continue_batches(step, consumed)
+        self.batch_schedule = self.config.batch_schedule
+        self.schedule = build_schedule(self.config)
+        self.mesh.rank_0_first(self.data.change_batches)
+        engine, lr = self.config.Engine, self.config.Optimizer.lr
+        unit = "steps" if lr.decay_samples is None else "samples"
+        return [
+            f"the batch changes: {step} steps of the saved run read {consumed:,} samples, which "
+            f"would be {before:,} with this configuration. The run continues with sample "
+            f"{consumed:,} and batches of {self.batch_schedule.batch_of(step)}, to step "
+            f"{engine.max_steps:,}; the learning rate follows {unit}"
+        ]
+
     def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
         """All steps up to the last, or to a stop; returns whether it was stopped."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
@@ -211,27 +228,42 @@ class Engine:
         first = 0
         if part == "eval":
             first = (self.step // self.config.Engine.eval_freq - 1) * iterations
-        loader, start = self.data.loaders[split], time.perf_counter()
-        total = tokens = 0.0
-        for batch in map(loader.batch, range(first, first + iterations)):
-            heartbeat.alive()
-            share = float(self.runner.evaluate(batch))
-            loss, stops = self.mesh.all_reduce(share, stop.reason() is not None)
-            if stops:
-                sinks.notice(f"the {part} after step {self.step} was cut short by a stop")
-                return True
-            total += loss * batch.global_valid_tokens
-            tokens += batch.global_valid_tokens
+        batches, start = range(first, first + iterations), time.perf_counter()
+        loss, seconds = self._mean_loss(split, batches, stop), time.perf_counter() - start
+        averaged, ema = None, self.optimizer.ema
+        if loss is not None and ema is not None:
+            self.saves.before_update()  # a save in progress reads the weights where they are
+            with ema.in_place():
+                self.runner.sync_weights_from_masters()
+                averaged = self._mean_loss(split, batches, stop)
+            self.runner.sync_weights_from_masters()
+        if loss is None or (ema is not None and averaged is None):
+            sinks.notice(f"the {part} after step {self.step} was cut short by a stop")
+            return True
         sinks.evaluation(
             part,
             step=self.step,
             epoch=self._epoch(self.step),
             batch=iterations - 1,
-            loss=total / max(tokens, 1.0),
-            seconds=time.perf_counter() - start,
+            loss=loss,
+            seconds=seconds,
             batches=iterations,
+            ema_loss=averaged,
         )
         return False
+
+    def _mean_loss(self, split: str, batches: range, stop: StopRequest) -> float | None:
+        """Over all tokens of these batches; None if a rank was asked to stop meanwhile."""
+        total = tokens = 0.0
+        for batch in map(self.data.loaders[split].batch, batches):
+            heartbeat.alive()
+            share = float(self.runner.evaluate(batch))
+            loss, stops = self.mesh.all_reduce(share, stop.reason() is not None)
+            if stops:
+                return None
+            total += loss * batch.global_valid_tokens
+            tokens += batch.global_valid_tokens
+        return total / max(tokens, 1.0)
 
     def _draw(self, sinks: Sinks) -> None:
         try:

@@ -10,7 +10,13 @@ from typing import Any
 from fourfold.config import Config
 from fourfold.config.recipe import Rounding
 from fourfold.data import Loader, Mixture, Samples, TokenDataset, cache
-from fourfold.data.splits import SplitData, all_datasets, check_splits, open_splits
+from fourfold.data.splits import (
+    SplitData,
+    all_datasets,
+    check_splits,
+    open_splits,
+    samples_of_run,
+)
 from fourfold.data.tokenizer_check import (
     check_checkpoint_tokenizer,
     find_end_of_text,
@@ -146,6 +152,14 @@ class RunData:
             self.samples["train"] = self.parts["train"].open(progress)
             self.loaders["train"] = self._loader("train")
         return notices
+
+    def change_batches(self) -> None:
+        """Serve the training batches that the configuration has now, from as many samples as the
+        run will read; to be called before any batch is taken."""
+        train = replace(self.parts["train"], num_samples=samples_of_run(self.config)["train"])
+        self.loaders["train"].close()
+        self.parts["train"], self.samples["train"] = train, train.open()
+        self.loaders["train"] = self._loader("train")
 
     def _loader(self, part: str) -> Loader:
         dataset, (rank, size) = self.config.Data.dataset, self.data_ranks

@@ -1,18 +1,19 @@
 """Saving and resuming a run: what is written, what is checked when it is read.
 
 Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
-checkpoint restores is short: weights, moments, the loss scale, one integer, and what a mixture
-whose weights may change has served of each source.
+checkpoint restores is short: weights, moments, averages, the loss scale, two integers (steps and
+samples), and what a mixture whose weights may change has served of each source.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -288,43 +289,66 @@ def resume(run: Engine) -> Restored | None:
     """
     checkpoint.check_shared(run.output_dir, run.ranks)
     chosen = run.mesh.on_all_ranks(lambda: _choose(run) if run.mesh.rank == 0 else None)
-    where = run.mesh.broadcast_first(None if chosen is None else str(chosen[0]))
-    kind = run.mesh.broadcast_first(None if chosen is None else chosen[1])
-    if where is None:
+    told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
+    if told is None:
         return None
-    restore = {"weights": _take_weights, "foreign": _take_foreign}.get(str(kind), _continue)
-    restored = restore(run, where)
+    source = SavedRun(**json.loads(told))
+    restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
+    restored = restore(run, source)
     sync_tied_copy(run.runner, run.optimizer)
+    if run.optimizer.ema is not None and not source.has_ema:
+        run.optimizer.ema.restart()
     run.runner.check_replicas(f"after loading {restored.path}")
     return restored
 
 
-def _choose(run: Engine) -> tuple[Path, str] | None:
-    """Where to start from, and what is there: a run's state, weights only, or another program's."""
+@dataclass(frozen=True)
+class SavedRun:
+    """The checkpoint that would be resumed, and what its tensors are of."""
+
+    where: str
+    kind: Literal["run", "weights", "foreign"] = "run"  # foreign: another program's
+    optimizer: str = "AdamW"
+    has_ema: bool = False
+
+
+def _choose(run: Engine) -> SavedRun | None:
     try:
         found = _source(run.config, run.output_dir)
-        if found is None:
-            return None
-        if run.open_foreign is not None and _is_foreign(found):
-            return found, "foreign"
-        return found, "weights" if _holds_weights_only(found) else "run"
+        if found is not None and run.open_foreign is not None and _is_foreign(found):
+            return SavedRun(str(found), "foreign")
+        return None if found is None else _describe(found)
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
 
 
-def _continue(run: Engine, where: str) -> Restored:
-    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
+def _describe(where: Path) -> SavedRun:
+    for directory in checkpoint.candidates(where):
+        try:
+            state = checkpoint.read_state(directory)
+        except CheckpointError:
+            continue  # named to the user when the next one is resumed
+        if state.get("weights_only"):
+            return SavedRun(str(where), "weights")
+        # Before there was a choice, it was AdamW without an average.
+        section = (state.get("config") or {}).get("Optimizer") or {}
+        has_ema = section.get("ema_decay") is not None
+        return SavedRun(str(where), "run", section.get("name", "AdamW"), has_ema)
+    return SavedRun(str(where))
+
+
+def _continue(run: Engine, source: SavedRun) -> Restored:
+    tensors, ignored, notices = _continued_tensors(run, source)
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(where, tensors, notices.append, "", run.ranks, hashes)
-    step, consumed = int(state["step"]), run.batch_schedule.consumed(int(state["step"]))
-    if state["consumed_samples"] != consumed:
-        raise UserError(
-            f"{path} was written after {state['consumed_samples']} samples in {step} steps, which "
-            f"this configuration reaches after {consumed}; resume with the global_batch_size and "
-            "rampup it was trained with"
-        )
+    path, state = checkpoint.resume(
+        source.where, tensors, notices.append, "", run.ranks, hashes, ignored
+    )
+    step, consumed = int(state["step"]), int(state["consumed_samples"])
+    if consumed != run.batch_schedule.consumed(step):
+        notices += run.change_batch(step, consumed)
     about_data = run.data.restore(state, consumed, str(path))
-    run.optimizer.restore_updates(int(state["optimizer_updates"]))
+    if "optim." not in ignored:
+        run.optimizer.restore_updates(int(state["optimizer_updates"]))
     scale = state["loss_scale"]
     return Restored(
         str(path),
@@ -335,12 +359,39 @@ def _continue(run: Engine, where: str) -> Restored:
     )
 
 
-def _take_weights(run: Engine, where: str) -> Restored:
+def _continued_tensors(
+    run: Engine, source: SavedRun
+) -> tuple[dict[str, Shard], tuple[str, ...], list[str]]:
+    """What to read, what to leave unread (prefixes of names), and what the user should know."""
+    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
+    ignored: list[str] = []
+    own, average = run.config.Optimizer.name, run.optimizer.ema is not None
+    if source.optimizer != own:
+        ignored.append("optim.")
+        notices.append(
+            f"the optimizer's state begins anew: that of {source.where} is {source.optimizer}'s, "
+            f"and Optimizer.name={own}"
+        )
+    if source.has_ema != average:
+        ignored.append("ema.")
+        notices.append(
+            "the average of weights begins with the weights of the checkpoint, which has none"
+            if average
+            else "the checkpoint's average of weights is left behind: Optimizer.ema_decay is null"
+        )
+    unread = tuple(ignored)
+    wanted = {name: one for name, one in tensors.items() if not name.startswith(unread)}
+    return wanted, unread, notices
+
+
+def _take_weights(run: Engine, source: SavedRun) -> Restored:
     """Step 0 with the weights of a converted checkpoint; moments and data start afresh."""
     tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
     weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(where, weights, notices.append, "model.", run.ranks, hashes)
+    path, state = checkpoint.resume(
+        source.where, weights, notices.append, "model.", run.ranks, hashes
+    )
     notices += check_checkpoint_tokenizer(
         state.get("tokenizer"),
         run.data.sources,
@@ -368,11 +419,11 @@ def check_foreign(config: Config, open_foreign: OpenForeign) -> None:
             )
 
 
-def _take_foreign(run: Engine, where: str) -> Restored:
+def _take_foreign(run: Engine, source: SavedRun) -> Restored:
     """Step 0 with the weights of another program's checkpoint."""
-    notices = run.mesh.on_all_ranks(lambda: _read_foreign(run, where))
-    notices.append(f"starting at step 0 with the weights of {where}")
-    return Restored(where, notices, is_weights_only=True)
+    notices = run.mesh.on_all_ranks(lambda: _read_foreign(run, source.where))
+    notices.append(f"starting at step 0 with the weights of {source.where}")
+    return Restored(source.where, notices, is_weights_only=True)
 
 
 def _read_foreign(run: Engine, where: str) -> list[str]:
@@ -408,16 +459,6 @@ def _source(config: Config, output_dir: Path) -> Path | None:
     return named if inside or own is None else own
 
 
-def _holds_weights_only(where: Path) -> bool:
-    """Whether the checkpoint that would be resumed is one without moments."""
-    for directory in checkpoint.candidates(where):
-        try:
-            return bool(checkpoint.read_state(directory).get("weights_only"))
-        except CheckpointError:
-            continue  # named to the user when the next one is resumed
-    return False
-
-
 # -- the tensors of a run, as this rank holds them ------------------------------------------------
 
 
@@ -440,17 +481,20 @@ def tensors_to_load(runner: Runner, optimizer: Optimizer) -> dict[str, Shard]:
 @torch.no_grad()
 def sync_tied_copy(runner: Runner, optimizer: Optimizer) -> None:
     """After a load: update what was not filled from what was."""
-    moments = optimizer.named_moments()
     for copy, original in runner.tied_copies.items():
-        for moment in optimizer.MOMENTS:
-            moments[f"{copy}.{moment}"].copy_(moments[f"{original}.{moment}"])
+        copies = optimizer.moments(copy)
+        for moment, values in optimizer.moments(original).items():
+            copies[moment].copy_(values)
+        if optimizer.ema is not None:
+            optimizer.ema.values[copy].copy_(optimizer.ema.values[original])
     runner.after_load()
 
 
 def _shards(runner: Runner, optimizer: Optimizer) -> Iterator[tuple[str, str, Shard]]:
     """Everything of the run that is a tensor: the key it is held under, its name, and it."""
-    moments = optimizer.named_moments()
     for key, shard in runner.shards.items():
         yield key, f"model.{shard.name}", shard
-        for moment in optimizer.MOMENTS:
-            yield key, f"optim.{shard.name}.{moment}", shard.of(moments[f"{key}.{moment}"])
+        for moment, values in optimizer.moments(key).items():
+            yield key, f"optim.{shard.name}.{moment}", shard.of(values)
+        if optimizer.ema is not None:
+            yield key, f"ema.{shard.name}", shard.of(optimizer.ema.values[key])

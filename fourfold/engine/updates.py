@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.optim import LossScale, Optimizer
+from fourfold.optim import DeviceLossScale, LossScale, Optimizer
 from fourfold.parallel import Runner
 
 
@@ -158,19 +158,3 @@ class Unread:
         self.arrived.synchronize()
         loss, norm, scale, stops = self.message.tolist()
         return StepResult(self.step, loss, norm, scale, stops > 0)
-
-
-class DeviceLossScale:
-    """`LossScale` on the device, by the same rule."""
-
-    def __init__(self, start: LossScale, device: torch.device) -> None:
-        self.value = torch.full((), start.value, dtype=torch.float64, device=device)
-        self.good_steps = torch.full_like(self.value, start.good_steps)
-
-    def update(self, overflowed: Tensor) -> None:
-        good = self.good_steps + 1
-        grows = good == LossScale.GROWTH_INTERVAL
-        halved = (self.value / 2).clamp(min=LossScale.SMALLEST)
-        doubled = torch.where(grows, self.value * 2, self.value)
-        self.value = torch.where(overflowed, halved, doubled)
-        self.good_steps = torch.where(overflowed | grows, torch.zeros_like(good), good)

@@ -68,10 +68,13 @@ def train_message(record: Mapping[str, Any]) -> str:
 
 def evaluation_message(record: Mapping[str, Any]) -> str:
     """The text of an evaluation line; the record's kind is "eval" or "test"."""
-    return (
+    line = (
         "[{kind}] epoch: {epoch}, batch: {batch}, loss: {loss:.9f}, "
         "avg_{kind}_cost: {batch_seconds:.5f} sec, speed: {steps_per_second:.2f} step/s"
-    ).format_map(record)
+    )
+    return (line + (", ema loss: {ema_loss:.9f}" if "ema_loss" in record else "")).format_map(
+        record
+    )
 
 
 def event_message(record: Mapping[str, Any]) -> str:
@@ -174,6 +177,8 @@ def evaluation_block(record: Mapping[str, Any]) -> list[str]:
         where = "the end of training for test data"
     loss = record["loss"]
     fields = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
+    if "ema_loss" in record:
+        fields += f" | ema lm loss value: {record['ema_loss']:.6E}"
     text = f" validation loss at {where} | {fields} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]

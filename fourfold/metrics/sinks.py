@@ -62,8 +62,10 @@ class Sinks:
         loss: float,
         seconds: float,
         batches: int,
+        ema_loss: float | None = None,
     ) -> None:
-        """An evaluation of `batches` batches that took `seconds` in all, after `step`."""
+        """An evaluation of `batches` batches that took `seconds` in all, after `step`; `ema_loss`
+        is that of the average of the weights, where one is kept."""
         batch_seconds = seconds / batches
         self._write(
             name,
@@ -76,6 +78,7 @@ class Sinks:
                 "batches": batches,
                 "batch_seconds": batch_seconds,
                 "steps_per_second": 1 / batch_seconds if batch_seconds > 0 else 0.0,
+                **({} if ema_loss is None else {"ema_loss": float(ema_loss)}),
             },
         )
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fourfold.mesh import Mesh
+from fourfold.mesh import Layout, Mesh
 from fourfold.model import GPT, ParamTable
-from fourfold.shards import Shard, is_sharded
+from fourfold.model.params import Param
+from fourfold.shards import Box, Shard, is_sharded
 
 TIED_SUFFIX = "#tied"
 
@@ -53,17 +54,28 @@ def local_shards(
     return shards
 
 
-def _offsets(table: ParamTable, name: str, parameter: nn.Parameter, mesh: Mesh) -> tuple[int, ...]:
-    row = table[name]
-    offsets = [0] * len(row.shape)
+def box_on(row: Param, layout: Layout, place: dict[str, int], *, sharded: bool) -> Box:
+    """The rectangle of a parameter that the rank at `place` holds."""
+    offsets, shape = [0] * len(row.shape), list(row.shape)
     if row.split_dim is not None:
-        offsets[row.split_dim] = row.cut(mesh.coordinates["mp"], mesh.layout.mp)[0]
+        start, stop = row.cut(place["mp"], layout.mp)
+        offsets[row.split_dim], shape[row.split_dim] = start, stop - start
+    if sharded:
+        # As torch.chunk cuts rows: the last ranks may have fewer, or none.
+        chunk = -(-shape[0] // layout.sharding)
+        first = min(place["sharding"] * chunk, shape[0])
+        offsets[0], shape[0] = offsets[0] + first, min(chunk, shape[0] - first)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def _offsets(table: ParamTable, name: str, parameter: nn.Parameter, mesh: Mesh) -> tuple[int, ...]:
+    offsets = box_on(table[name], mesh.layout, mesh.coordinates, sharded=False).offsets
     if is_sharded(parameter):
         from fourfold.parallel.fsdp import offsets_of_shard
 
         inside = offsets_of_shard(parameter, mesh.sharding_mesh)
-        offsets = [outer + inner for outer, inner in zip(offsets, inside)]
-    return tuple(offsets)
+        offsets = tuple(outer + inner for outer, inner in zip(offsets, inside))
+    return offsets
 
 
 def _replica(table: ParamTable, key: str, mesh: Mesh, sharded: bool) -> tuple[int, int]:

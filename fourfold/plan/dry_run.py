@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,10 +53,11 @@ class Holding:
     masters: int
     gradients: int
     moments: int
+    ema: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.masters + self.gradients + self.moments
+        return self.weights + self.masters + self.gradients + self.moments + self.ema
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,20 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         meta.materialize()
     runner = build_runner(config, mesh, CPU, meta)
     with fake:
-        optimizer = build_optimizer(config, runner.masters, runner.decayed())
+        optimizer = build_optimizer(config, runner)
         once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
         moments = _bytes(optimizer.named_moments().values())
-        holding = _holding(runner, moments)
+        averaged = 0 if optimizer.ema is None else _bytes(optimizer.ema.values.values())
+        holding = replace(_holding(runner, moments), ema=averaged)
     each = twice.plus(once, -1)
     micro_batches = config.Engine.accumulate_steps
     end = once.plus(each, -1)
     each = each.plus(_messages(runner))
     if mesh.size > 1:
         end.add("control", "all-reduce", AGREED_NUMBERS * 8)
+    if optimizer.muon is not None and (exchange := optimizer.muon.exchange) is not None:
+        for kind, sent in zip(("gather", "return"), exchange.bytes_sent(optimizer.muon.itemsize)):
+            end.add("muon", kind, sent, calls=len(exchange.rounds))
     timeline = None
     if runner.pipeline is not None:
         schedule = runner.pipeline.schedule_of(micro_batches)
@@ -187,10 +192,11 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "
         f"({planned:,.0f} planned), of which this rank keeps {ran.kept:,}"
     )
+    averaged = f", average of weights {in_bytes(held.ema)}" if held.ema else ""
     yield (
         f"holds at the update: weights {in_bytes(held.weights)}, master weights "
         f"{in_bytes(held.masters)}, gradients {in_bytes(held.gradients)}, moments "
-        f"{in_bytes(held.moments)}: {held.total:,} bytes ({foretold:,.0f} planned)"
+        f"{in_bytes(held.moments)}{averaged}: {held.total:,} bytes ({foretold:,.0f} planned)"
     )
     if layout.sharding > 1:
         yield (

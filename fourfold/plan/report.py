@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.cost.workload import MOMENT_BYTES, options_of
+from fourfold.cost.workload import options_of
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster
 from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_seconds, weight_shapes
 from fourfold.plan.machine import Group, bus_bandwidth
@@ -222,7 +222,6 @@ def as_json(plan: Plan, top: int, economics: Economics) -> dict[str, Any]:
 # (the square root of twice the time of a save times the time between failures) loses least.
 
 DEADLINES = (30, 60, 90)
-CHECKPOINT_BYTES = 4 + MOMENT_BYTES  # per parameter: its fp32 weight and its moments
 FIXED_SAVE_SECONDS = 5.0
 DAY = 86400.0
 
@@ -232,7 +231,7 @@ class Economics:
 
     def __init__(self, plan: Plan, tokens: float | None, price: float | None) -> None:
         self.plan, self.tokens, self.price = plan, tokens, price
-        self.goodput: Goodput = goodput_of(plan.workload.parameters, plan.cluster)
+        self.goodput: Goodput = goodput_of(plan.workload.checkpoint_bytes, plan.cluster)
 
     def bill(self, candidate: Candidate) -> Bill | None:
         if self.tokens is None:
@@ -250,9 +249,9 @@ class Economics:
             f"{self.tokens:.4g} tokens: {bill.days:.1f} days on {self.plan.cluster}{cost}; "
             f"{self.goodput.text()}"
         )
-        parameters = self.plan.workload.parameters
+        saved = self.plan.workload.checkpoint_bytes
         needed = [
-            (days, devices_for(days, self.tokens, rate, parameters, self.plan.cluster))
+            (days, devices_for(days, self.tokens, rate, saved, self.plan.cluster))
             for days in DEADLINES
         ]
         listed = ", ".join(f"{devices:,} for {days} days" for days, devices in needed)
@@ -278,11 +277,9 @@ class Goodput:
         )
 
 
-def goodput_of(parameters: int, cluster: Cluster) -> Goodput:
+def goodput_of(checkpoint_bytes: float, cluster: Cluster) -> Goodput:
     mtbf = cluster.device_mtbf_hours * 3600 / cluster.world
-    save = FIXED_SAVE_SECONDS + CHECKPOINT_BYTES * parameters / (
-        cluster.nodes * cluster.disk_gbps * 1e9
-    )
+    save = FIXED_SAVE_SECONDS + checkpoint_bytes / (cluster.nodes * cluster.disk_gbps * 1e9)
     interval = math.sqrt(2 * save * mtbf)
     lost = save / interval + (interval / 2 + 60 * cluster.restart_minutes) / mtbf
     return Goodput(mtbf / 3600, save, interval, 1 / (1 + lost))
@@ -305,14 +302,14 @@ def bill_of(
 
 
 def devices_for(
-    days: float, tokens: float, per_device: float, parameters: int, cluster: Cluster
+    days: float, tokens: float, per_device: float, checkpoint_bytes: float, cluster: Cluster
 ) -> int:
     """Devices, in whole nodes, that read `tokens` in `days` at `per_device` tokens/s each."""
     needed = tokens / (per_device * days * DAY)
     for _ in range(20):  # more devices fail more often, so a little more is needed
         nodes = max(1, math.ceil(needed / cluster.devices_per_node))
         grown = cluster.model_copy(update={"nodes": min(nodes, 2**20)})
-        more = tokens / (per_device * days * DAY * goodput_of(parameters, grown).share)
+        more = tokens / (per_device * days * DAY * goodput_of(checkpoint_bytes, grown).share)
         if math.ceil(more / cluster.devices_per_node) <= nodes:
             break
         needed = more

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.config.rules import V_SCHEDULES
-from fourfold.cost.memory import gathered_bytes, stage_parameters
+from fourfold.cost.memory import (
+    gathered_bytes,
+    layers_of_stage,
+    muon_bytes,
+    stage_matrices,
+    stage_parameters,
+)
 from fourfold.cost.terms import Breakdown, Numbers, Term
 from fourfold.cost.workload import MOMENT_BYTES, Network, Software, Spread
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
@@ -65,7 +71,8 @@ def step_time_of(
             "bubble": _bubble(network, spread, pace),
             **_shared_cores(network, spread, machine, pace),
             "data parallel": _data_parallel(network, spread, software, machine, c, pace.busy),
-            "optimizer": _optimizer(network, spread, machine, c),
+            "optimizer": _optimizer(network, spread, software, machine, c),
+            **_muon(network, spread, software, machine),
             "fixed": Term(
                 c.step_seconds + 0.0 * pace.busy,
                 "{each:.4g} s once per step: clipping, logging, launches",
@@ -282,10 +289,15 @@ def _data_parallel(
     )
 
 
-def _optimizer(network: Network, spread: Spread, machine: Machine, c: Coefficients) -> Term:
+def _optimizer(
+    network: Network, spread: Spread, software: Software, machine: Machine, c: Coefficients
+) -> Term:
     mine = stage_parameters(network, spread, 0) / spread.sharding
     bandwidth = machine.memory_bandwidth * machine.update_factor
-    seconds = c.optimizer * OPTIMIZER_BYTES * mine / bandwidth
+    less = 2 * (np.asarray(software.moment_bytes) - software.matrix_moment_bytes)
+    spared = less * stage_matrices(network, spread, 0) / spread.sharding
+    averaged = 3 * np.asarray(software.ema_bytes) * mine
+    seconds = c.optimizer * (OPTIMIZER_BYTES * mine - spared + averaged) / bandwidth
     return Term(
         seconds,
         "{factor:.2f} x {bytes:.0f} bytes x {mine:.4g} parameters / {bandwidth:.4g} B/s",
@@ -296,3 +308,24 @@ def _optimizer(network: Network, spread: Spread, machine: Machine, c: Coefficien
             "bandwidth": bandwidth,
         },
     )
+
+
+def _muon(
+    network: Network, spread: Spread, software: Software, machine: Machine
+) -> dict[str, Term]:
+    """The iterations, divided over the ranks of a stage, and the messages around them."""
+    if not np.any(np.asarray(software.ns_steps)):
+        return {}
+    ranks = spread.dp * spread.sharding * spread.mp
+    layers = layers_of_stage(network, spread, 0)
+    flops = software.ns_steps * layers * network.newton_schulz / ranks
+    sent = muon_bytes(network, spread, software, 0)
+    group = Group.of(ranks, 1, machine)
+    return {
+        "muon": Term(
+            flops / (machine.peak * machine.sustained) + send_seconds(sent, group, machine),
+            "{steps:.0f} iterations of Newton-Schulz on 1/{ranks:.0f} of the stage's matrices, "
+            "{flops:.4g} TFLOP, and {sent:.4g} MB sent to gather and return them",
+            {"steps": software.ns_steps, "ranks": ranks, "flops": flops / 1e12, "sent": sent / 1e6},
+        )
+    }

@@ -154,6 +154,17 @@ def test_further_flags(tmp_path: Path, more: str, changed: dict[str, object]) ->
     load_config(file, world_size=64)
 
 
+def test_wsd_is_megatrons(tmp_path: Path) -> None:
+    words = TGS.replace("--lr-decay-style cosine", "--lr-decay-style WSD")
+    more = "--lr-wsd-decay-iters 4 --lr-wsd-decay-style minus_sqrt"
+    schedule = build_schedule(config_of(tmp_path, f"{words} {more}"))
+    rates = [schedule.lr_at(step) for step in range(2, 11)]
+    top, low = 6e-5, 6e-6
+    # Stable to the fourth of eight steps, then down with the square root of what is done.
+    down = [low + (top - low) * (1 - (done / 4) ** 0.5) for done in (1, 2, 3, 4)]
+    assert rates == pytest.approx([top] * 4 + down + [low])
+
+
 def test_bf16_has_master_weights_as_in_megatron(tmp_path: Path) -> None:
     precision = config_of(tmp_path, TRAIN.replace("--fp16", "--bf16")).Engine.mix_precision
     assert (precision.dtype, precision.level) == ("bfloat16", "O2")
@@ -175,6 +186,9 @@ def test_bf16_has_master_weights_as_in_megatron(tmp_path: Path) -> None:
         (f"{TRAIN} --hidden-size wide", "--hidden-size: 'wide' is not a whole number"),
         (f"{TRAIN} --hidden-size 0", "--hidden-size 0: choose 1 or more"),
         (f"{TRAIN} --lr-decay-style square", "invalid choice: 'square'"),
+        (f"{TGS} --lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters; add it"),
+        (f"{TGS} --lr-wsd-decay-iters 3", "--lr-wsd-decay-iters goes with --lr-decay-style WSD"),
+        (f"{TRAIN} --lr-wsd-decay-iters 3", "does not go with --train-samples"),
         (f"{TRAIN} --loss-scale 1024", "--loss-scale is not supported: .* --initial-loss-scale"),
         (f"{TRAIN} --deepspeed", "no DeepSpeed runs here; .* --use-distributed-optimizer"),
         (f"{TRAIN} --swiglu", "--swiglu is not supported: the network is GPT-3's"),

@@ -25,6 +25,7 @@ INSIDE = {
     "Engine.mix_precision.use_pure_fp16": "True",
     "Data.batch_size.local_batch_size": "8",
     "Data.batch_size.rampup": "[4, 4, 16]",
+    "Optimizer.lr.wsd_decay_rate": "0.5",
 }
 
 
@@ -85,6 +86,9 @@ def commands(run: TextRun, scratch: Path) -> Iterator[list[str]]:
     train = ["Engine.max_steps=2", "Engine.mix_precision.dtype=float16", "Profiler.enable=True"]
     train += ["Profiler.scheduler=[1,2]", f"Profiler.profiler_log={scratch / 'profile'}"]
     train += [f"Engine.save_load.output_dir={scratch / 'run'}", "Optimizer.lr.decay_samples=16"]
+    yield ["train", *(word for one in train for word in ("-o", one))]
+    train = ["Engine.max_steps=2", "Optimizer.name=Muon", "Optimizer.lr.decay_style=wsd"]
+    train += [f"Engine.save_load.output_dir={scratch / 'muon'}"]
     yield ["train", *(word for one in train for word in ("-o", one))]
     spread = ["Distributed.pp_degree=2", "Distributed.mp_degree=2", "Engine.accumulate_steps=4"]
     spread += ["Distributed.sharding.sharding_degree=2", "Data.batch_size.micro_batch_size=1"]

@@ -13,7 +13,6 @@ from helpers.tiny_run import Configure, exit_status, start_child
 
 from fourfold import checkpoint
 from fourfold.engine import build_engine
-from fourfold.errors import UserError
 from fourfold.metrics import read_jsonl
 
 
@@ -152,13 +151,6 @@ def test_auto_resume_can_be_turned_off(configure: Configure) -> None:
     )
     engine.fit()
     assert not any("resumed" in notice for notice in engine.notices)
-
-
-def test_another_global_batch_size_is_refused(configure: Configure) -> None:
-    build_engine(configure("run", "Engine.max_steps=2")).fit()
-    other = [f"Data.batch_size.{size}_batch_size=4" for size in ("global", "local", "micro")]
-    with pytest.raises(UserError, match="global_batch_size"):
-        build_engine(configure("run", *other)).fit()
 
 
 def test_changed_data_order_is_said(configure: Configure) -> None:

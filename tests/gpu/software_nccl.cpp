@@ -84,6 +84,12 @@ struct SoftwareNccl : public c10d::Backend {
     auto outputs = host(to), inputs = host(from);
     return inner->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   }
+  Handle alltoall_base(
+      Tensor& to, Tensor& from, std::vector<int64_t>& arriving, std::vector<int64_t>& leaving,
+      const c10d::AllToAllOptions& options) override {
+    auto output = host(to), input = host(from);
+    return inner->alltoall_base(output, input, arriving, leaving, options);
+  }
   Handle send(Tensors& given, int to, int tag) override {
     auto tensors = host(given);
     return inner->send(tensors, to, tag);

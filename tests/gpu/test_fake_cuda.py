@@ -30,6 +30,8 @@ QUICK = {
     "dp2, tensor_fusion=True",
     "pp2 sh2 stage2 mp2, bfloat16 O1",
     "sh2 stage3 mp2 sp, float16 O2",
+    "sh2 stage3 mp2 sp, name=Muon",
+    "pp2 mp2, name=Muon, float16 O2",
 }
 
 

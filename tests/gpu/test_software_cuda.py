@@ -55,6 +55,8 @@ class Devices:
 
     def train(self, case: Case, name: str, *more: str, code: int = 0) -> Path:
         settings = (*case.shared(), *case.extras, STEPS, *more)
+        if "Optimizer.name=Muon" in case.settings:
+            settings += ("Optimizer.muon.ns_dtype=float32",)  # as on the CPU
         words = self.runs.command(case.layout, name, *settings, GPU)
         assert self.run(words) == code, self.said
         return self.runs.folder / name

@@ -53,7 +53,7 @@ def _train(config: Config, mesh: Mesh, seen: Seen) -> None:
     with faked() as mode:
         runner = _build(config, mesh, mode)
         seen.off_device += _off_device(runner.masters)
-        optimizer = build_optimizer(config, runner.masters, runner.decayed())
+        optimizer = build_optimizer(config, runner)
         engine = Engine(config, data, runner, optimizer)
         # Ranks that answer would be needed, and the group is left by `fake_mesh`.
         engine.resume = mesh.close = lambda: None  # type: ignore[method-assign]

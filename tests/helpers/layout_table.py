@@ -33,6 +33,7 @@ FIVE_LAYERS = ("Model.num_layers=5",)
 ODD_VOCABULARY = ("Model.vocab_size=1027",)
 DROPOUT = ("Model.hidden_dropout_prob=0.2",)
 DOCUMENTS = ("Data.dataset.reset_attention_mask=True", "Data.dataset.reset_position_ids=True")
+MUON = ("Optimizer.name=Muon",)
 
 
 # Networks of other families than GPT-2, each small; between them every option of the block.
@@ -318,4 +319,32 @@ CASES = [
     Case("mp2 sp", ODD_VOCABULARY, network="other"),
     Case("pp2 sh2 stage3", network="other"),
     Case("dp2 pp2 mp2", network="other"),
+    # Muon: the update of a matrix depends on all of it.
+    Case("dp2", MUON),
+    Case("mp2", MUON),
+    Case("mp2 sp", MUON, quick=True),
+    Case("mp4", MUON),
+    Case("sh2", MUON),
+    Case("sh2 stage2", MUON),
+    Case("sh2 stage3", MUON, quick=True),
+    Case("sh2 stage3 offload", MUON),
+    Case("pp2", MUON),
+    Case("pp2 zbv", MUON),
+    Case("dp2 mp2", MUON),
+    Case("dp2 sh2 stage2", MUON),
+    Case("sh2 mp2", MUON),
+    Case("sh2 stage3 mp2 sp", MUON, quick=True),
+    Case("pp2 mp2", MUON),
+    Case("pp2 sh2 stage3 mp2 sp", MUON),
+    Case("dp2 pp2 mp2", MUON),
+    Case("dp2 pp2 sh2 mp2 sp", MUON),
+    Case("pp2 interleaved", (*MUON, *FIVE_LAYERS)),
+    Case("dp2 sh2 stage3", MUON, extras=("Optimizer.ema_decay=0.9",)),
+    Case("sh4 stage3", (*MUON, "Model.hidden_size=36", "Model.num_attention_heads=6")),
+    Case("mp4 sp", MUON, network="llama", quick=True),
+    Case("sh2 stage3 mp4", MUON, network="olmo2"),
+    Case("dp2", (*MUON, "Optimizer.muon.lr=2.0e-3", "Optimizer.muon.nesterov=False")),
+    Case("pp2 sh2 stage3", MUON, dtype="float64"),
+    Case("sh2 stage3", MUON, dtype="bfloat16", level="O2"),
+    Case("pp2 mp2", MUON, dtype="float16", level="O2"),
 ]

@@ -14,6 +14,7 @@ from fourfold.cost.workload import Network, software_of, spread_of
 from fourfold.device import is_cpu
 from fourfold.mesh import fake_mesh
 from fourfold.model import GPT, ModelShape
+from fourfold.optim import build_optimizer
 from fourfold.parallel import Runner, layout_of, parallelize
 from fourfold.shards import local
 
@@ -49,6 +50,7 @@ def counted_rank(config: Config, runner: Runner) -> RankMemory:
     network = Network.of(ModelShape.of(config.Model), config.Data.dataset.max_seq_len)
     software = software_of(config, on_cpu=is_cpu(config.Global.device))
     price = memory_of(network, spread_of(config), software, mesh.coordinates["pp"])
+    optimizer = build_optimizer(config, runner)
     return RankMemory(
         rank=mesh.rank,
         first_layer=min(numbers),
@@ -58,8 +60,9 @@ def counted_rank(config: Config, runner: Runner) -> RankMemory:
         weight_bytes=weights,
         master_bytes=masters,
         gradient_bytes=gradients,
-        moment_bytes=2 * in_fp32,
+        moment_bytes=_local_bytes(optimizer.named_moments().values()),
         activation_bytes=int(price["activations"] + price["logits"]),
+        ema_bytes=0 if optimizer.ema is None else _local_bytes(optimizer.ema.values.values()),
     )
 
 

@@ -15,6 +15,7 @@ from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters
 from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import Spread, spread_of, workload_of
 from fourfold.errors import UserError
+from fourfold.parallel import layout_of
 from fourfold.parallel.stages import layers_of_stages, stages_of_rank
 from fourfold.plan.dry_run import DryRun, Traffic, dry_run
 
@@ -93,6 +94,33 @@ def wire_bytes(traffic: Traffic) -> dict[str, int]:
         if axis != "control":
             moved[axis] = moved.get(axis, 0) + (2 if kind == "all-reduce" else 1) * size
     return moved
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        [f"{MP}=2", f"{DP}=1"],
+        [f"{DP}=4"],
+        [f"{SHARDING}=2", f"{STAGE}=3", f"{MP}=2", f"{DP}=1"],
+        [f"{DP}=2", f"{PP}=2", f"{SHARDING}=2", f"{MP}=2", *O2],
+    ],
+    ids=" ".join,
+)
+def test_muons_messages_are_the_planned_ones(small: Path, degrees: list[str]) -> None:
+    """Of all ranks of a stage together: single ones own a matrix more or less."""
+    config = load_config(small, ["Optimizer.name=Muon", f"{MICRO}=1", *degrees])
+    workload, spread = workload_of(config, on_cpu=True), spread_of(config)
+    for stage in range(int(spread.pp)):
+        layout = layout_of(config)
+        ranks = [
+            rank for rank in range(layout.world_size) if layout.coordinates(rank)["pp"] == stage
+        ]
+        ran = [dry_run(config, rank) for rank in ranks]
+        planned = traffic_of(workload.network, spread, workload.software, stage)["muon"]
+        sent = sum(wire_bytes(one.traffic)["muon"] for one in ran)
+        assert sent == pytest.approx(float(planned) * len(ranks))
+        for one in ran:
+            check_holding(config, one)
 
 
 def check_holding(config: Config, ran: DryRun) -> None:
