@@ -8,7 +8,7 @@ laid out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -87,21 +87,25 @@ class LossScale:
 
 @dataclass
 class ParamGroup:
-    """Parameters that share a weight decay, with Adam's state of each."""
+    """Parameters that share weight decay and learning rate, with Adam's state of each."""
 
     parameters: list[torch.nn.Parameter]
     weight_decay: float
+    lr_scale: float  # of the schedule's learning rate
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
     steps: list[Tensor]
 
     @classmethod
-    def of(cls, parameters: list[torch.nn.Parameter], weight_decay: float) -> ParamGroup:
+    def of(
+        cls, parameters: list[torch.nn.Parameter], weight_decay: float, lr_scale: float = 1.0
+    ) -> ParamGroup:
         """The moments exist from the start, so that loading has somewhere to put them."""
         held = [local(p.data) for p in parameters]
         return cls(
             parameters,
             weight_decay,
+            lr_scale,
             exp_avg=[torch.zeros_like(tensor) for tensor in held],
             exp_avg_sq=[torch.zeros_like(tensor) for tensor in held],
             steps=[torch.zeros((), dtype=torch.float32, device=tensor.device) for tensor in held],
@@ -131,19 +135,28 @@ class Optimizer:
         epsilon: float,
         grad_clip: float,
         tensor_fusion: bool = False,
+        lr_scales: Mapping[str, float] | None = None,
     ) -> None:
-        """`decayed` are the keys of those that weight decay applies to."""
+        """`decayed` are the keys of those that weight decay applies to. It does so at the
+        schedule's learning rate, whatever `lr_scales` makes of a parameter's own."""
         self.parameters = parameters
         self.betas = betas
         self.epsilon = epsilon
         self.grad_clip = grad_clip
         self.tensor_fusion = tensor_fusion
         self.updates = 0
-        decays = [p for name, p in parameters.items() if name in decayed]
-        spared = [p for name, p in parameters.items() if name not in decayed]
-        if tensor_fusion:
-            decays, spared = [_flatten(decays)], [_flatten(spared)]
-        self.groups = [ParamGroup.of(decays, weight_decay), ParamGroup.of(spared, 0.0)]
+        alike: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            scale = 1.0 if lr_scales is None else lr_scales.get(name, 1.0)
+            alike.setdefault((name in decayed, scale), []).append(parameter)
+        self.groups = [
+            ParamGroup.of(
+                [_flatten(members)] if tensor_fusion else members,
+                weight_decay / scale if decays else 0.0,
+                scale,
+            )
+            for (decays, scale), members in alike.items()
+        ]
 
     @torch.no_grad()
     def update(
@@ -182,7 +195,7 @@ class Optimizer:
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
-                lr=learning_rate,
+                lr=learning_rate * group.lr_scale,
                 weight_decay=group.weight_decay,
                 eps=self.epsilon,
                 maximize=False,
@@ -261,9 +274,12 @@ def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:
 
 
 def build_optimizer(
-    config: Config, masters: dict[str, torch.nn.Parameter], decayed: Collection[str]
+    config: Config,
+    masters: dict[str, torch.nn.Parameter],
+    decayed: Collection[str],
+    lr_scales: Mapping[str, float] | None = None,
 ) -> Optimizer:
-    """The configured optimizer over the fp32 weights of this rank; `decayed` as in `Optimizer`."""
+    """The configured optimizer over the fp32 weights of this rank; the rest as in `Optimizer`."""
     section = config.Optimizer
     return Optimizer(
         masters,
@@ -273,4 +289,5 @@ def build_optimizer(
         epsilon=section.adam_epsilon,
         grad_clip=section.grad_clip,
         tensor_fusion=config.Fused.tensor_fusion,
+        lr_scales=lr_scales,
     )

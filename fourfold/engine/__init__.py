@@ -47,7 +47,7 @@ def build_engine(
     # Before allocating memory that another run in the same directory may need.
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     runner = parallelize(config, mesh, device)
-    optimizer = build_optimizer(config, runner.masters, runner.decayed())
+    optimizer = build_optimizer(config, runner.masters, runner.decayed(), runner.lr_scales())
     return Engine(config, data, runner, optimizer, claimed, prediction)
 
 

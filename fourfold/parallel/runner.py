@@ -253,6 +253,10 @@ class Runner:
         """The keys of the weights that weight decay applies to."""
         return {key for key, one in self.shards.items() if self.table[one.name].weight_decay}
 
+    def lr_scales(self) -> dict[str, float]:
+        """What the learning rate of each weight is multiplied by, by key."""
+        return {key: self.table[one.name].lr_scale for key, one in self.shards.items()}
+
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of the gradients, each counted on one rank."""
         gradients = [one.gradient for one in self.shards.values() if one.owns_norm]

@@ -96,7 +96,7 @@ def _dry_run(config: Config, mesh: Mesh) -> DryRun:
         meta.materialize()
     runner = build_runner(config, mesh, CPU, meta)
     with fake:
-        optimizer = build_optimizer(config, runner.masters, runner.decayed())
+        optimizer = build_optimizer(config, runner.masters, runner.decayed(), runner.lr_scales())
         once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
         moments = _bytes(optimizer.named_moments().values())
         holding = _holding(runner, moments)
