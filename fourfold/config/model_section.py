@@ -160,9 +160,9 @@ class ModelSection(Section):
     )
     mup_base_width: Count | None = key(
         None,
-        "muP: the hidden_size that the learning rate and initializer_range were found at. A network "
-        "m times as wide then has matrices in its layers that begin sqrt(m) times smaller and learn "
-        "m times slower, and its logits are divided by m. Null is off.",
+        "muP: the hidden_size that the learning rate and initializer_range were found at. In a "
+        "network m times as wide the matrices of the layers then begin sqrt(m) times smaller and "
+        "learn m times slower, and the logits are divided by m. Null is off.",
     )
     depth_scaled_init: bool = key(
         False,

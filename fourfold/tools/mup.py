@@ -17,12 +17,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fourfold.charts import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    TEXT,
+    new_figure,
+    save_png,
+    style_axes,
+    write_heading,
+)
 from fourfold.config import Config
 from fourfold.config.load import ConfigSource
 from fourfold.data import Batch
@@ -32,14 +45,18 @@ from fourfold.engine.updates import updates_of
 from fourfold.errors import UserError
 from fourfold.mesh import connect
 from fourfold.model import GPT
+from fourfold.model.gpt import Block
 from fourfold.optim import build_optimizer, build_schedule
 from fourfold.parallel import layout_of, parallelize
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # What is measured, in the order in which a network computes it.
 PLACES = ("embeddings", "attention", "feed-forward", "residual stream", "logits")
-# How far the exponent of width may be from 0 for a size to count as flat. Without muP it is 1/2 or
-# more; what finite width leaves under muP is a tenth.
-FLAT_WITHIN = 0.25
+# How far the exponent of width may be from 0 for a size to count as flat: at eight times the width
+# a factor of two. What is not scaled right follows the root of the width at least.
+FLAT_WITHIN = 1 / 3
 # By what the best learning rate may differ between the widths.
 MOST_MOVED = 1.5
 # The share of a run, at its end, over which its loss is averaged.
@@ -142,7 +159,10 @@ def recording(model: GPT) -> Iterator[dict[str, list[Tensor]]]:
 
     hooks = [model.embeddings.register_forward_hook(keep("embeddings"))]
     for layer in model.layers.values():
-        modules = {"attention": layer.attn, "feed-forward": layer.mlp, "residual stream": layer}
+        assert isinstance(layer, Block)
+        modules: dict[str, nn.Module] = {
+            "attention": layer.attn, "feed-forward": layer.mlp, "residual stream": layer
+        }  # fmt: skip
         hooks += [one.register_forward_hook(keep(place)) for place, one in modules.items()]
     try:
         yield found
@@ -180,23 +200,33 @@ def random_batch(config: Config) -> Batch:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Mean sizes of activations, (places, widths, steps + 1): step 0 is the untrained network."""
+    """Mean absolute activations, (places, widths, steps + 1); step 0 is the untrained network."""
 
     widths: Sequence[int]
     sizes: np.ndarray
-    changes: np.ndarray  # of what training has changed since step 0
 
     @property
     def steps(self) -> int:
         return int(self.sizes.shape[2]) - 1
 
-    def exponent(self, place: str, of: str = "sizes") -> float:
-        """After the last step, the power of the width that the size follows: 0 is flat."""
-        values = (self.sizes if of == "sizes" else self.changes)[PLACES.index(place), :, -1]
-        return power(self.widths, values)
+    def of(self, place: str) -> np.ndarray:
+        """(widths, steps + 1)"""
+        sizes: np.ndarray = self.sizes[PLACES.index(place)]
+        return sizes
+
+    def exponent(self, place: str) -> float:
+        """After the last step, the power of the width that the size follows: 0 is flat.
+
+        Not before: untrained logits shrink with the root of the width under muP, as they should.
+        """
+        return power(self.widths, self.of(place)[:, -1])
 
     def is_flat(self, place: str) -> bool:
         return abs(self.exponent(place)) <= FLAT_WITHIN
+
+    @property
+    def all_flat(self) -> bool:
+        return all(self.is_flat(place) for place in PLACES)
 
 
 def power(widths: Sequence[int], values: np.ndarray) -> float:
@@ -211,21 +241,18 @@ def check_coordinates(
 ) -> Coordinates:
     """Train every width for `steps` at the file's highest learning rate, and measure."""
     shape = (len(PLACES), len(family.widths), steps + 1)
-    sizes, changes = np.zeros(shape), np.zeros(shape)
+    sizes = np.zeros(shape)
     for i, width in enumerate(family.widths):
         config = family.config(width, mup=mup)
         trial, rate = Trial(config), config.Optimizer.lr.max_lr
         report(f"width {width}, {'with' if mup else 'without'} muP")
         seen = batches[0].tokens[: config.Data.batch_size.micro_batch_size]
-        start = trial.activations(seen)
         for step in range(steps + 1):
             if step > 0:
                 trial.step(batches[(step - 1) % len(batches)], rate)
             now = trial.activations(seen)
             sizes[:, i, step] = [_size(now[place]) for place in PLACES]
-            moved = {p: [a - b for a, b in zip(now[p], start[p])] for p in PLACES}
-            changes[:, i, step] = [_size(moved[place]) for place in PLACES]
-    return Coordinates(family.widths, sizes, changes)
+    return Coordinates(family.widths, sizes)
 
 
 def _size(tensors: Sequence[Tensor]) -> float:
@@ -304,3 +331,64 @@ def _final_loss(
         if not math.isfinite(losses[-1]):
             return math.inf
     return float(np.mean(losses[-max(1, round(JUDGED_SHARE * len(losses))) :]))
+
+
+# -- pictures -------------------------------------------------------------------------------------
+
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED)
+
+
+def draw_coordinates(without: Coordinates, with_mup: Coordinates, path: Path) -> None:
+    """Sizes over widths, a line for each step: one row of pictures without muP, one with it."""
+    figure = new_figure(13, 5.6, dpi=90, heading_share=0.1)
+    grid = figure.subplots(2, len(PLACES), sharex=True, sharey="col")
+    for row, (name, found) in zip(grid, (("without muP", without), ("with muP", with_mup))):
+        for axes, place in zip(row, PLACES):
+            style_axes(axes)
+            for step in range(found.steps + 1):
+                shade = 0.25 + 0.75 * step / max(found.steps, 1)
+                sizes, label = found.of(place)[:, step], f"step {step}"
+                axes.plot(found.widths, sizes, ".-", color=BLUE, alpha=shade, label=label)
+            _width_axis(axes, found.widths)
+            axes.set_yscale("log")
+            axes.set_title(f"{place}: width^{found.exponent(place):.2f}", fontsize=9, color=TEXT)
+        row[0].set_ylabel(f"{name}\nmean |activation|")
+    for axes in grid[1]:
+        axes.set_xlabel("width")
+    grid[0][0].legend(frameon=False, fontsize=7, labelcolor=TEXT)
+    write_heading(figure, "Coordinate check", f"sizes after {with_mup.steps} steps follow width^x")
+    save_png(figure, path)
+
+
+def draw_sweeps(without: Sweep, with_mup: Sweep, path: Path) -> None:
+    """The loss over the learning rate, a line for each width; a circle where it is lowest."""
+    figure = new_figure(10, 4.4, dpi=90, heading_share=0.11)
+    pair = figure.subplots(1, 2, sharex=True, sharey=True)
+    named = (("without muP", without), ("with muP", with_mup))
+    for axes, (name, sweep) in zip(pair, named):
+        style_axes(axes)
+        for i, width in enumerate(sweep.widths):
+            colour, losses = COLOURS[i % len(COLOURS)], sweep.losses[i]
+            axes.plot(sweep.rates, losses, color=colour, linewidth=1.5, marker=".", label=width)
+            axes.plot(sweep.best(width), losses.min(), "o", color=colour, markersize=9,
+                      markerfacecolor="none", markeredgewidth=1.6)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_xlabel("learning rate")
+        axes.set_title(f"{name}: the best moves {sweep.moved:.2f} times", fontsize=10, color=TEXT)
+    pair[0].set_ylabel("loss at the end")
+    pair[1].legend(title="width", frameon=False, fontsize=8, labelcolor=TEXT)
+    lowest = min(float(sweep.losses.min()) for _, sweep in named)
+    shown = np.concatenate([sweep.losses.ravel() for _, sweep in named])
+    highest = float(np.quantile(shown[np.isfinite(shown)], 0.85))
+    pair[0].set_ylim(lowest - 0.05, max(highest, lowest + 0.2))
+    write_heading(figure, "Learning rates", "circles: the best of each width")
+    save_png(figure, path)
+
+
+def _width_axis(axes: Axes, widths: Sequence[int]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([float(width) for width in widths]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
