@@ -58,7 +58,7 @@ FLAGS = (
         "how the network knows positions",
         "learned_absolute",
     ),
-    Flag("--use-rotary-position-embeddings", "switch", "--position-embedding-type rope"),
+    Flag("--use-rotary-position-embeddings", "switch", "the same as the type rope"),
     Flag("--no-position-embedding", "switch", "no learned positions"),
     Flag("--rotary-base", number, "base of the rotary frequencies", 10000.0),
     Flag("--rotary-percent", number, "share of each head that is rotated", 1.0),

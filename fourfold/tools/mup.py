@@ -353,9 +353,13 @@ def draw_coordinates(without: Coordinates, with_mup: Coordinates, path: Path) ->
             axes.set_yscale("log")
             axes.set_title(f"{place}: width^{found.exponent(place):.2f}", fontsize=9, color=TEXT)
         row[0].set_ylabel(f"{name}\nmean |activation|")
-    for axes in grid[1]:
+    for axes, place in zip(grid[1], PLACES):
         axes.set_xlabel("width")
-    grid[0][0].legend(frameon=False, fontsize=7, labelcolor=TEXT)
+        sizes = np.concatenate([without.of(place), with_mup.of(place)])
+        if sizes.max() < 10 * sizes.min():  # or what is flat would not look it
+            centre = math.sqrt(sizes.max() * sizes.min())
+            axes.set_ylim(centre / math.sqrt(10), centre * math.sqrt(10))
+    grid[0][0].legend(frameon=False, fontsize=7, labelcolor=TEXT, loc="lower right", ncols=2)
     write_heading(figure, "Coordinate check", f"sizes after {with_mup.steps} steps follow width^x")
     save_png(figure, path)
 
