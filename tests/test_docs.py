@@ -64,6 +64,7 @@ BEFORE = {
 SLOW = {
     "docs/launching.md",
     "docs/memory.md",
+    "docs/mup.md",
     "docs/parallelism.md",
     "docs/performance.md",
     "docs/planning.md",

@@ -399,7 +399,7 @@ class Head(nn.Module):
         super().__init__()
         self.chunk_tokens = shape.loss_chunk_tokens
         self.vocabulary = Vocabulary(shape.logit_softcap, shape.z_loss)
-        self.scale = shape.logit_scale
+        self.scale = shape.output_scale
         self.tied: TiedGradient | None = None
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))

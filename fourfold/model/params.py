@@ -91,6 +91,7 @@ class ModelShape:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     z_loss: float = 0.0
+    mup_base_width: int | None = None
     network: str = "GPT"
 
     @classmethod
@@ -139,6 +140,16 @@ class ModelShape:
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a third matrix."""
         return self.activation in GATED
+
+    @property
+    def width_ratio(self) -> float:
+        """How many times wider than the network that muP takes its settings from; else 1."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
+
+    @property
+    def output_scale(self) -> float:
+        """What the logits are multiplied by, with muP's share."""
+        return self.logit_scale / self.width_ratio
 
     @property
     def rotary_size(self) -> int:
@@ -351,7 +362,19 @@ def gpt_parameters(shape: ModelShape) -> ParamTable:
         *norm_rows("norm.", width, bias=norm_bias, end="last", foreign=final),
         *([] if shape.tie_word_embeddings else [head]),
     ]
-    return ParamTable(rows, shape.num_layers)
+    return ParamTable([_by_width(row, shape.width_ratio) for row in rows], shape.num_layers)
+
+
+def _by_width(row: Param, ratio: float) -> Param:
+    """muP (Tensor Programs V, Table 8): a matrix of a layer sums over `ratio` times more numbers,
+    so it begins smaller, and learns slower, since Adam's updates all point one way.
+
+    Embeddings, norms, biases and the head have one side at most that grows, and stay; the head's
+    logits are divided instead (`output_scale`), which holds for a tied one too.
+    """
+    if ratio == 1.0 or not (row.is_matrix and row.in_every_layer):
+        return row
+    return replace(row, init_std=row.init_std / math.sqrt(ratio), lr_scale=1 / ratio)
 
 
 def _to_residual(shape: ModelShape) -> float:
