@@ -40,8 +40,8 @@ order of additions already moves the last digits; their two bounds are of losses
 gradients and weights.
 
 `make equivalence` runs the table and writes this page; `make test` runs a third of it,
-`make test-all` all of it. Measured on 2 Xeon cores with torch 2.13.0, the rows of Muon on 2 cores of an
-AMD EPYC (Zen 4).
+`make test-all` all of it. Measured on 2 Xeon cores with torch 2.13.0, the rows of Muon on 2
+cores of an AMD EPYC (Zen 4).
 
 What no table lists is drawn: `tests/parallel/test_random_layouts.py` combines layouts of up to
 eight processes with schedules, precisions, recomputation, dropout, packed documents, mixtures,
