@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from fourfold.convert.imported import (
     find_tokenizer,
     heads_from_blocks,
     joined,
+    multiplied,
     part_of_heads,
     queries_scaled,
     read_json,
@@ -228,6 +230,7 @@ def write_huggingface(
     tokenizer: Tokenizer | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
+    model = _without_logit_scale(model)
     shape = model.shape
     family = family_of(shape, model.path)
     weights: dict[str, LazyTensor] = {}
@@ -240,6 +243,20 @@ def write_huggingface(
     if tokenizer is not None:
         _write_tokenizer(directory, tokenizer, shape.max_position_embeddings)
     (directory / "README.md").write_text(_card(model, family, tokenizer))
+
+
+def _without_logit_scale(model: ForeignModel) -> ForeignModel:
+    """The same network with the factor of its logits (muP's too) in the last norm instead, since
+    the families have none: the head multiplies what that gives."""
+    scale = model.shape.output_scale
+    if scale == 1.0:
+        return model
+    stored = dict(model.stored)
+    for name in ("norm.weight", "norm.bias"):
+        if name in stored:
+            stored[name] = multiplied(stored[name], scale)
+    kept = {k: v for k, v in model.model.items() if k not in ("logit_scale", "mup_base_width")}
+    return replace(model, model=kept, stored=stored)
 
 
 def _by_their_names(

@@ -334,6 +334,10 @@ def transposed(source: LazyTensor) -> LazyTensor:
     return LazyTensor(source.shape[::-1], source.dtype, lambda: source.read().mT.contiguous())
 
 
+def multiplied(source: LazyTensor, factor: float) -> LazyTensor:
+    return LazyTensor(source.shape, source.dtype, lambda: source.read() * factor)
+
+
 def reshaped(source: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     if math.prod(shape) != math.prod(source.shape):
         raise CheckpointError(f"{list(source.shape)} cannot be seen as {list(shape)}")

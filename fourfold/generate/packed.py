@@ -287,7 +287,7 @@ KNOWN_OPTIONS = {
     *("sliding_window", "sliding_window_layers", "attention_scale", "embedding_scale"),
     *("logit_scale", "logit_softcap", "z_loss", "hidden_dropout_prob", "initializer_range"),
     *("attention_probs_dropout_prob", "depth_scaled_init", "fused_linear", "loss_chunk_tokens"),
-    "network",
+    *("mup_base_width", "network"),
 }
 
 
