@@ -33,7 +33,8 @@ from torch import Tensor
 from fourfold.checkpoint.bounded import read_bounded
 from fourfold.config.model_section import GATED
 from fourfold.errors import CheckpointError, UserError
-from fourfold.model.params import ModelShape, RopeScaling, gpt_parameters
+from fourfold.model.gpt_table import gpt_parameters
+from fourfold.model.params import ModelShape, RopeScaling
 from fourfold.tokenizer import END_OF_TEXT, Tokenizer, file_in
 
 Kind = Literal["fourfold", "hf", "fleetx", "megatron"]

@@ -28,7 +28,8 @@ from fourfold.errors import UserError
 from fourfold.generate.packed import FusedGPT, PackedLinear, is_known
 from fourfold.generate.sharing import RowPart
 from fourfold.generate.weights import Format, set_format
-from fourfold.model.gpt import GPT, Attend, document_mask, scaled_queries
+from fourfold.model.gpt import GPT, Attend, scaled_queries
+from fourfold.model.positions import document_mask
 
 
 class SequenceModel(Protocol):

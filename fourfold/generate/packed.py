@@ -27,19 +27,9 @@ from torch import Tensor, nn
 from fourfold import native
 from fourfold.errors import UserError
 from fourfold.generate.sharing import RowPart
-from fourfold.model.gpt import (
-    GPT,
-    MLP,
-    Attention,
-    Block,
-    Embedding,
-    Embeddings,
-    Head,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-)
-from fourfold.model.rotary import rotation
+from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, Embeddings, Head
+from fourfold.model.layers import LayerNorm, Linear, RMSNorm
+from fourfold.model.positions import rotation
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 LARGEST_HALF = 65504.0

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from fourfold.errors import UserError
 from fourfold.generate.packed import LARGEST_HALF, HalfEmbedding, kernels, pack_model
-from fourfold.model.gpt import GPT, Linear
+from fourfold.model.gpt import GPT
+from fourfold.model.layers import Linear
 
 Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 FORMATS = get_args(Format)

@@ -20,7 +20,7 @@ from fourfold.convert import convert, load_foreign
 from fourfold.convert.families import FAMILIES, family_of
 from fourfold.errors import CheckpointError
 from fourfold.model import GPT, ModelShape, count_parameters, table_of
-from fourfold.model.rotary import rotation
+from fourfold.model.positions import rotation
 from fourfold.tokenizer import Tokenizer, train
 
 transformers = pytest.importorskip("transformers")

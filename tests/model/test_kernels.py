@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold import native
-from fourfold.model import GPT, ModelShape, initialize, kernels
-from fourfold.model.rotary import rotate
+from fourfold.model import GPT, ModelShape, attention_kernel, initialize, kernels
+from fourfold.model.positions import rotate
 from fourfold.parallel.recompute import remake_cheap_outputs
 
 pytestmark = pytest.mark.skipif(
@@ -56,8 +56,8 @@ def test_attention_and_its_gradients_are_torchs(
     if in_documents:
         ids = document_ids(B, T, seed)
         mask = ((ids.unsqueeze(2) == ids.unsqueeze(1)) & mask).unsqueeze(1)
-        starts = kernels.document_starts(ids)
-    out = kernels.causal_attention(*kernels.split_heads(ours), starts, 0.0)
+        starts = attention_kernel.document_starts(ids)
+    out = attention_kernel.causal_attention(*attention_kernel.split_heads(ours), starts, 0.0)
     expected = F.scaled_dot_product_attention(*exact.transpose(1, 2).unbind(3), attn_mask=mask)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
     out.backward(upstream.to(dtype))
@@ -100,10 +100,10 @@ def test_shared_keys_rotary_positions_and_windows_are_torchs(
         turns = torch.stack((angles.cos(), angles.sin())) * 1.25
     starts, mask = None, torch.ones(T, T, dtype=torch.bool).tril()
     if window is not None:
-        starts = kernels.within_window(torch.zeros(B, T, dtype=torch.int32), window)
+        starts = attention_kernel.within_window(torch.zeros(B, T, dtype=torch.int32), window)
         mask = mask.triu(1 - window)
     q, k, v = (one.transpose(1, 2) for one in ours)
-    out = kernels.causal_attention(q, k, v, starts, 0.0, turns=turns, scale=scale)
+    out = attention_kernel.causal_attention(q, k, v, starts, 0.0, turns=turns, scale=scale)
     q, k, v = (one.transpose(1, 2) for one in exact)
     if turns is not None:
         q, k = (rotate(one, turns.double()) for one in (q, k))
@@ -121,8 +121,8 @@ def test_rotated_numbers_are_those_of_rotate_to_the_bit() -> None:
     turns = torch.randn(2, 1, 40, 8)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (torch.randn(2, 4, 40, 16).to(dtype) for _ in range(3))
-        fused = kernels.causal_attention(q, k, v, None, 0.0, turns=turns)
-        apart = kernels.causal_attention(rotate(q, turns), rotate(k, turns), v, None, 0.0)
+        fused = attention_kernel.causal_attention(q, k, v, None, 0.0, turns=turns)
+        apart = attention_kernel.causal_attention(rotate(q, turns), rotate(k, turns), v, None, 0.0)
         assert torch.equal(fused, apart)
 
 
@@ -130,7 +130,7 @@ def test_rotary_positions_of_another_size_are_refused() -> None:
     q = torch.randn(2, 1, 5, 8)
     for turns in (torch.ones(2, 1, 4, 4), torch.ones(2, 3, 5, 4), torch.ones(2, 1, 5, 5)):
         with pytest.raises(ValueError, match="rotary positions"):
-            kernels.causal_attention(q, q, q, None, 0.0, turns=turns)
+            attention_kernel.causal_attention(q, q, q, None, 0.0, turns=turns)
 
 
 def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
@@ -140,7 +140,7 @@ def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
 
     def gradients(rows: slice) -> tuple[Tensor, ...]:
         given = [one[rows].clone().requires_grad_() for one in (q, k, v)]
-        out = kernels.causal_attention(*given, None, 0.0)
+        out = attention_kernel.causal_attention(*given, None, 0.0)
         return torch.autograd.grad(out, given, upstream[rows])
 
     for whole, alone in zip(gradients(slice(4)), gradients(slice(1))):
@@ -149,7 +149,7 @@ def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
 
 def test_q_k_and_v_may_lie_anywhere() -> None:
     q, k, v = (torch.randn(2, 20, 3, 8).transpose(1, 2).requires_grad_() for _ in range(3))
-    out = kernels.causal_attention(q, k, v, None, 0.0)
+    out = attention_kernel.causal_attention(q, k, v, None, 0.0)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, expected)
     for ours, torchs in zip(
@@ -163,7 +163,7 @@ def kept(sizes: tuple[int, int, int, int], dropout: float, first_head: int = 0) 
     B, H, T, _ = sizes
     equal = torch.zeros(B, H, T, T)
     names = torch.eye(T).expand(B, H, T, T)
-    return kernels.causal_attention(equal, equal, names, None, dropout, first_head)
+    return attention_kernel.causal_attention(equal, equal, names, None, dropout, first_head)
 
 
 def test_dropout_drops_its_share_and_scales_the_rest() -> None:
@@ -193,7 +193,7 @@ def test_dropout_follows_the_seed_and_the_heads_number() -> None:
 def test_the_gradient_of_dropout_is_that_of_what_was_kept() -> None:
     torch.default_generator.manual_seed(3)
     qkv = random_qkv((1, 2, 24, 8), torch.float32).requires_grad_()
-    out = kernels.causal_attention(*kernels.split_heads(qkv), None, 0.4)
+    out = attention_kernel.causal_attention(*attention_kernel.split_heads(qkv), None, 0.4)
     factor = kept((1, 2, 24, 24), 0.4) * torch.arange(1.0, 25.0).unsqueeze(1)  # 0, or 1 / 0.6
     q, k, v = qkv.transpose(1, 2).unbind(3)
     scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(~torch.ones(24, 24).tril().bool(), -1e30)
@@ -207,9 +207,9 @@ def test_the_gradient_of_dropout_is_that_of_what_was_kept() -> None:
 def test_shared_keys_drop_by_the_heads_of_queries() -> None:
     torch.default_generator.manual_seed(3)
     q, k, v = (torch.randn(1, heads, 24, 8, requires_grad=True) for heads in (4, 2, 2))
-    out = kernels.causal_attention(q, k, v, None, 0.4)
+    out = attention_kernel.causal_attention(q, k, v, None, 0.4)
     many = [one.repeat_interleave(2, dim=1) for one in (k, v)]
-    expected = kernels.causal_attention(q, *many, None, 0.4)
+    expected = attention_kernel.causal_attention(q, *many, None, 0.4)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
     for ours, theirs in zip(

@@ -23,7 +23,7 @@ from fourfold.config import Config
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.mesh import Layout, connect
-from fourfold.model.gpt import Linear
+from fourfold.model.layers import Linear
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.tensor import copy_to_tp, gathered_linear
 

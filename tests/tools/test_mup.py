@@ -15,8 +15,8 @@ from fourfold.cli.mup import app
 from fourfold.config.load import read_config
 from fourfold.errors import UserError
 from fourfold.model import GPT, ModelShape
+from fourfold.model.gpt_table import gpt_parameters
 from fourfold.model.init import initialize
-from fourfold.model.params import gpt_parameters
 from fourfold.optim import Optimizer
 from fourfold.tools.mup import (
     PLACES,
