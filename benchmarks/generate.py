@@ -1,10 +1,11 @@
 """Generation speed: Fourfold, `transformers`, and what memory and matrix units allow.
 
-One GPT-2 of 124M parameters with random weights, written once and read by both sides; prompts of
-64 tokens, 64 new tokens each, sampling with top_k 50 and top_p 0.75, batches of 1 and 8. Each
-variant is a process of its own; rounds alternate between the variants and medians are taken.
-tokens/s is the whole of a call, the prompt included; compilation is over before the first timed
-call.
+One GPT-2 of 124M parameters, or with `--family llama` a Llama of that class (114M: 12 heads that
+share 4 of keys and values, SwiGLU of 2048, a tied head); prompts of 64 tokens, 64 new tokens each,
+sampling with top_k 50 and top_p 0.75, batches of 1 and 8. Weights are random, of the same sizes on
+both sides: the time does not depend on them. Each variant is a process of its own; rounds alternate
+between the variants and medians are taken. tokens/s is the whole of a call, the prompt included;
+compilation is over before the first timed call.
 
 `transformers` runs in every way it has for a format, and the best counts: as it is, with a static
 cache, and with a static cache and its forward pass compiled by torch. It has no whole-number
@@ -18,8 +19,8 @@ bound of a prompt of 512 tokens is the time of its matrix products at the rate o
 product of matrices of 2048: those with weights in the format the kernel multiplies in, those of
 attention in float32.
 
-    python benchmarks/generate.py [--formats float32 int4 ...] [--rounds 2] [--repeats 3]
-                                  [--threads 2] [--batches 1 8]
+    python benchmarks/generate.py [--family gpt2] [--formats float32 int4 ...] [--rounds 2]
+                                  [--repeats 3] [--threads 2] [--batches 1 8]
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,7 @@ from typing import Any
 
 VOCAB, PROMPT, NEW, LONG_PROMPT = 50304, 64, 64, 512
 TOP_K, TOP_P = 50, 0.75
+clock = time.perf_counter
 FORMATS = ["float32", "bfloat16", "float16", "int8", "int4"]
 PEERS = ["eager", "static", "compiled"]
 
@@ -47,14 +48,23 @@ PEERS = ["eager", "static", "compiled"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="timed calls of a round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--peers", nargs="*", default=PEERS, help="eager static compiled torchao")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the processor's time, for a machine that others use: with --threads 1",
+    )
     options = parser.parse_args()
+    if options.cpu_time:
+        global clock
+        assert options.threads == 1, "threads that wait for each other would count too"
+        clock = time.process_time
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     if options.child:
         who, weights = options.child
@@ -63,21 +73,19 @@ def main() -> None:
         return
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     bandwidths, loads = [], []
-    with tempfile.TemporaryDirectory() as directory:
-        options.model = directory
-        write_model(directory)
-        for number in range(options.rounds):
-            bandwidths.append(read_bandwidth(options.threads))
-            for weights in options.formats:
-                for who in ["fourfold", *peers_of(weights, options)]:
-                    say(f"round {number + 1}: {who} {weights}, load {os.getloadavg()[0]:.1f}")
-                    found = child(who, weights, options)
-                    if found is not None:
-                        results.setdefault((who, weights), []).append(found)
-                        calls = {b: [round(s, 3) for s in c] for b, c in found["calls"].items()}
-                        say(f"  seconds of a call, by batch: {calls}")
-                    loads.append(os.getloadavg()[0])
-        rates = {kind: matrix_rate(kind, options.threads) for kind in ("f32", "bf16", "int8")}
+    for number in range(options.rounds):
+        bandwidths.append(read_bandwidth(options.threads))
+        for weights in options.formats:
+            for who in ["fourfold", *peers_of(weights, options)]:
+                say(f"round {number + 1}: {who} {weights}, load {os.getloadavg()[0]:.1f}")
+                found = child(who, weights, options)
+                if found is not None:
+                    results.setdefault((who, weights), []).append(found)
+                    calls = {b: [round(s, 3) for s in c] for b, c in found["calls"].items()}
+                    say(f"  seconds of a call, by batch: {calls}")
+                    say(f"  prompt of {LONG_PROMPT}: {found['prompt']:.3f} s")
+                loads.append(os.getloadavg()[0])
+    rates = {kind: matrix_rate(kind, options.threads) for kind in ("f32", "bf16", "int8")}
     report(results, max(bandwidths), rates, loads, options)
 
 
@@ -97,8 +105,9 @@ def say(text: str) -> None:
 def child(who: str, weights: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """Run this file again as a process of its own and read its result."""
     command = [sys.executable, __file__, "--child", who, weights]
-    command += ["--model", options.model, "--repeats", str(options.repeats)]
+    command += ["--family", options.family, "--repeats", str(options.repeats)]
     command += ["--threads", str(options.threads), "--batches", *map(str, options.batches)]
+    command += ["--cpu-time"] if options.cpu_time else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         say(f"{who} {weights} does not run: {done.stderr.strip().splitlines()[-1][:200]}")
@@ -106,13 +115,38 @@ def child(who: str, weights: str, options: argparse.Namespace) -> dict[str, Any]
     return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
 
 
-def write_model(directory: str) -> None:
-    """A random GPT-2 as a Hugging Face directory."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+def shape_of(family: str) -> Any:
+    from fourfold.model import ModelShape
 
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB)).save_pretrained(directory)
+    if family == "gpt2":
+        return ModelShape(VOCAB, 768, 12, 12, 3072, 1024)
+    return ModelShape(
+        *(VOCAB, 768, 12, 12, 2048, 1024),
+        num_key_value_heads=4,
+        activation="swiglu",
+        normalization="RMSNorm",
+        bias="none",
+        position_embedding="rotary",
+    )
+
+
+def transformers_model(family: str, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+    shape = shape_of(family)
+    config: Any = GPT2Config(vocab_size=VOCAB)
+    if family == "llama":
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.ffn_hidden_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            max_position_embeddings=shape.max_position_embeddings,
+            tie_word_embeddings=True,
+        )
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def prompts_of(batch: int, length: int = PROMPT) -> list[list[int]]:
@@ -125,9 +159,9 @@ def prompts_of(batch: int, length: int = PROMPT) -> list[list[int]]:
 def best_of(work: Any, times: int = 6) -> float:
     best = float("inf")
     for _ in range(times):
-        began = time.perf_counter()
+        began = clock()
         work()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     return best
 
 
@@ -180,29 +214,25 @@ def timed(work: Any, repeats: int) -> list[float]:
     work()
     seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = clock()
         work()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return seconds
 
 
 def fourfold_calls(options: argparse.Namespace, who: str, weights: str) -> dict[str, Any]:
     import torch
 
-    from fourfold.convert import load_foreign
     from fourfold.generate import Decoder, Options, generate
-    from fourfold.model import GPT
+    from fourfold.model import GPT, initialize
 
     torch.set_num_threads(options.threads)
-    began = time.perf_counter()
-    with load_foreign(options.model) as foreign:
-        model = GPT(foreign.shape)
-        parameters = dict(model.named_parameters())
-        for name, tensor in foreign.tensors():
-            parameters[name].data.copy_(tensor)
+    model = GPT(shape_of(options.family))
+    initialize(model, seed=0)
+    began = clock()
     decoder = Decoder(model, weights)
     assert decoder.fused is not None, "without compiled kernels there is nothing to measure"
-    result: dict[str, Any] = {"ready": time.perf_counter() - began, "calls": {}, "steps": {}}
+    result: dict[str, Any] = {"ready": clock() - began, "calls": {}, "steps": {}}
     result["bytes"] = decoder.fused.nbytes
     how = Options(max_dec_len=NEW, min_dec_len=0, top_k=TOP_K, top_p=TOP_P)
     for batch in options.batches:
@@ -210,7 +240,7 @@ def fourfold_calls(options: argparse.Namespace, who: str, weights: str) -> dict[
         stamps: list[float] = []
 
         def stamp(*_: Any, stamps: list[float] = stamps) -> None:
-            stamps.append(time.perf_counter())
+            stamps.append(clock())
 
         def call(prompts: list[list[int]] = prompts, stamp: Any = stamp) -> None:
             generate(decoder, prompts, how, eos_id=None, on_token=stamp)
@@ -227,8 +257,8 @@ def fourfold_calls(options: argparse.Namespace, who: str, weights: str) -> dict[
 
     result["prompt"] = statistics.median(timed(read, options.repeats))
     shape = model.shape
-    layer = 4 * shape.hidden_size**2 + 2 * shape.hidden_size * shape.ffn_hidden_size
-    result["operations"] = 2 * LONG_PROMPT * shape.num_layers * layer
+    matrices = [row.numel for row in model.table.layer() if row.is_matrix]
+    result["operations"] = 2 * LONG_PROMPT * shape.num_layers * sum(matrices)
     # Each token with half of the others, keys and values.
     result["attention"] = 2 * LONG_PROMPT**2 * shape.hidden_size * shape.num_layers
     return result
@@ -236,12 +266,12 @@ def fourfold_calls(options: argparse.Namespace, who: str, weights: str) -> dict[
 
 def transformers_calls(options: argparse.Namespace, who: str, weights: str) -> dict[str, Any]:
     import torch
-    from transformers import GPT2LMHeadModel
 
     torch.set_num_threads(options.threads)
-    began = time.perf_counter()
+    torch.manual_seed(0)
+    began = clock()
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    model = GPT2LMHeadModel.from_pretrained(options.model, dtype=dtype).eval()
+    model = transformers_model(options.family, dtype)
     if weights.startswith("int"):
         plain_linears(model)
         if who == "torchao":
@@ -250,7 +280,7 @@ def transformers_calls(options: argparse.Namespace, who: str, weights: str) -> d
             quantize_(model, Int8WeightOnlyConfig())
         else:
             whole_number_linears(model, weights)
-    ready = time.perf_counter() - began
+    ready = clock() - began
     model.generation_config.eos_token_id = None
     how: dict[str, Any] = {"do_sample": True, "top_k": TOP_K, "top_p": TOP_P, "max_new_tokens": NEW}
     if who != "eager":
@@ -267,6 +297,13 @@ def transformers_calls(options: argparse.Namespace, who: str, weights: str) -> d
 
         call()  # compiles, where that is asked for
         result["calls"][batch] = timed(call, options.repeats)
+    long = torch.tensor(prompts_of(1, LONG_PROMPT))
+
+    def read() -> None:
+        with torch.inference_mode():
+            model(long, use_cache=True, logits_to_keep=1)
+
+    result["prompt"] = statistics.median(timed(read, options.repeats))
     return result
 
 
@@ -349,7 +386,10 @@ def report(
     def middle(weights: str, pick: Any) -> float:
         return statistics.median(pick(run) for run in results["fourfold", weights])
 
-    print(f"{processor()}, {options.threads} threads, torch {torch.__version__}")
+    print(
+        f"{options.family} on {processor()}, {options.threads} threads, torch {torch.__version__}"
+        + (", processor's time" if options.cpu_time else "")
+    )
     print(
         f"read bandwidth {bandwidth / 1e9:.1f} GB/s; products, in 1e9 operations a second: ", end=""
     )
@@ -376,14 +416,24 @@ def report(
             )
             for who, found in peers.items():
                 say(f"batch {batch}: {who} {held} {found:.1f} tokens/s")
-    print(f"\n| weights | prompt of {LONG_PROMPT} | of the matrix bound | ready |")
-    print("|---|---|---|---|")
+    print(f"\n| weights | prompt of {LONG_PROMPT} | transformers | of the matrix bound | ready |")
+    print("|---|---|---|---|---|")
     for weights in options.formats:
         seconds = middle(weights, lambda run: run["prompt"])
         bound = middle(weights, lambda run: run["operations"]) / rates[multiplies_in(weights)]
         bound += middle(weights, lambda run: run["attention"]) / rates["f32"]
         ready = middle(weights, lambda run: run["ready"])
-        print(f"| {weights} | {1000 * seconds:.0f} ms | {bound / seconds:.0%} | {ready:.1f} s |")
+        held = "bfloat16" if weights == "float16" else weights
+        prompts = [
+            statistics.median(run["prompt"] for run in runs)
+            for (who, form), runs in results.items()
+            if who != "fourfold" and form == held
+        ]
+        peer = f"{1000 * min(prompts):.0f} ms" if prompts else ""
+        print(
+            f"| {weights} | {1000 * seconds:.0f} ms | {peer} | {bound / seconds:.0%} "
+            f"| {ready:.1f} s |"
+        )
 
 
 if __name__ == "__main__":

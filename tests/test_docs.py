@@ -70,6 +70,7 @@ BEFORE = {
 SLOW = {
     "docs/launching.md",
     "docs/memory.md",
+    "docs/mup.md",
     "docs/parallelism.md",
     "docs/performance.md",
     "docs/planning.md",

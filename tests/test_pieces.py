@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerFile
 
-from fourfold import pieces
-from fourfold import tokenizer as tokenizer_module
-from fourfold.tokenizer import Tokenizer, train
+from fourfold.tokenizer import Tokenizer, fast, pieces, train
 
 # What the split rule treats in its own way: contractions and what only looks like them, blanks of
 # one to three bytes and what only looks like one, letters, marks and numbers of several scripts.
@@ -61,7 +59,7 @@ def reference(tokenizer: Tokenizer) -> TokenizerFile:
 
 @pytest.fixture(autouse=True)
 def any_text_is_much(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tokenizer_module, "LITTLE_CHARACTERS", -1)
+    monkeypatch.setattr(fast, "LITTLE_CHARACTERS", -1)
     yield
 
 

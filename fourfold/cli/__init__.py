@@ -32,6 +32,7 @@ VERBS = {
     "plan": "plan",
     "doctor": "plan",
     "accept": "accept",
+    "mup": "mup",
     "quickstart": "quickstart",
     "data": "data",
     "checkpoint": "checkpoint",

@@ -73,13 +73,22 @@ def prepare(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="tokenizer.json, a directory with one or with vocab.json + merges.txt, or gpt2."
+            help="tokenizer.json, a SentencePiece .model, merge ranks (*.tiktoken, Llama 3's "
+            "tokenizer.model), tekken.json, a directory with one of these or with vocab.json + "
+            "merges.txt, or gpt2."
         ),
     ],
     more_inputs: MoreInputs = None,
     append_eod: Annotated[
         bool, typer.Option(help="End each document with the end-of-text id.")
     ] = True,
+    prepend_bos: Annotated[
+        bool | None,
+        typer.Option(
+            help="Begin each document with the token that begins a text.",
+            show_default="as the tokenizer's family does",
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(help="Number of worker processes.", show_default="number of processors"),
@@ -108,6 +117,7 @@ def prepare(
         tokenizer=tokenizer,
         format=form,
         append_eod=append_eod,
+        prepend_bos=prepend_bos,
         json_key=json_key,
         document_separator=document_separator,
         min_length=min_length,

@@ -19,6 +19,7 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
     """List what every rank of the configured layout holds, without starting any of them."""
     from fourfold.config import load_config
     from fourfold.cost.rank_memory import rank_memory
+    from fourfold.cost.workload import options_of
     from fourfold.model import ModelShape, count_parameters
     from fourfold.parallel import layout_of
 
@@ -28,6 +29,8 @@ def layout(config: ConfigFile, override: Overrides = None, world: World = None) 
     shape, chosen = layout_of(resolved), ModelShape.of(resolved.Model)
     shares = rank_memory(resolved)
     typer.echo(f"layout {shape}: {shape.world_size} process(es)")
+    if options := options_of(chosen):
+        typer.echo(f"network: {options}")
     header = ("rank", "dp", "pp", "sharding", "mp", "layers", "parameters", "state", "activations")
     rows: list[tuple[str, ...]] = [header]
     for share in shares:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from fourfold.signals import answer_with_stacks
 
 if TYPE_CHECKING:
     from fourfold.config import Config
+    from fourfold.convert import ForeignModel
     from fourfold.engine.monitoring import Prediction
 
 Processes = Annotated[
@@ -139,7 +141,7 @@ class TrainRun:
         with _without_garbage():
             from fourfold.engine import build_engine
 
-        build_engine(config, world_size, expected).fit(save=save)
+        build_engine(config, world_size, expected, partial(_open_foreign, config)).fit(save=save)
         return FinishedRun(0, config, world_size)
 
     def words(self) -> list[str]:
@@ -181,6 +183,7 @@ def _fit_in_processes(
         from fourfold.parallel import layout_of, preload
 
         preload(layout_of(config))
+    foreign = partial(_open_foreign, config)
     output_dir = Path(config.Engine.save_load.output_dir)
     # Held over restarts, and by all ranks, since it is inherited.
     held = claim(output_dir)
@@ -188,7 +191,7 @@ def _fit_in_processes(
         hang_seconds = config.Distributed.timeout_seconds
     try:
         return supervise(
-            lambda: build_engine(config, nproc, expected).fit(save=save),
+            lambda: build_engine(config, nproc, expected, foreign).fit(save=save),
             nproc,
             output_dir / "logs",
             max_restarts=max_restarts,
@@ -199,6 +202,13 @@ def _fit_in_processes(
         )
     finally:
         held.release()
+
+
+def _open_foreign(config: Config, where: Path) -> ForeignModel:
+    """What `ckpt_dir` names where it is no checkpoint of ours."""
+    from fourfold.generate.loading import open_foreign
+
+    return open_foreign(config, where)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from fourfold.compat.megatron_flags import (
     KEYS,
     PROGRAM,
     WSD_STYLES,
+    is_rotary,
     read_flags,
     without_effect,
 )
@@ -98,7 +99,9 @@ def read_vocabulary(flags: Flags, directory: Path) -> VocabularyFlags:
         directory.mkdir(parents=True, exist_ok=True)
         # Many processes, on several machines, may be writing here at once.
         with TemporaryDirectory(dir=directory, prefix=".tokenizer-") as own:
-            tokenizer.save(own).replace(file)
+            tokenizer.save(own)
+            for written in Path(own).iterdir():
+                written.replace(directory / written.name)
         return VocabularyFlags(tokenizer.vocab_size, file)
     except OSError as error:
         raise UserError(
@@ -109,6 +112,7 @@ def read_vocabulary(flags: Flags, directory: Path) -> VocabularyFlags:
 def translate(flags: Flags, vocabulary: VocabularyFlags, world_size: int) -> Translation:
     run = Translation(PROGRAM)
     run.set_keys(flags, KEYS)
+    _set_network(run, flags)
     _set_vocabulary(run, flags, vocabulary)
     if "--data-path" not in flags:
         del run.values[KEYS["--split"]]
@@ -121,6 +125,70 @@ def translate(flags: Flags, vocabulary: VocabularyFlags, world_size: int) -> Tra
     for key, value, reason in FIXED:
         run.set(key, value, reason)
     return run
+
+
+def _set_network(run: Translation, flags: Flags) -> None:
+    """The flags of the network that are not keys under another name; see `_check_network`."""
+    if "--swiglu" in flags and "--ffn-hidden-size" not in flags:
+        width = int(4 * flags["--hidden-size"] * 2 / 3 / 64) * 64
+        reason = f"8/3 of --hidden-size {flags['--hidden-size']} in steps of 64, by --swiglu"
+        run.set("Model.ffn_hidden_size", width, reason)
+    activations = {
+        "--swiglu": "swiglu", "--squared-relu": "relu_squared", "--no-bias-gelu-fusion": "gelu"
+    }  # fmt: skip
+    for flag, name in activations.items():
+        if flag in flags:
+            run.set("Model.activation", name, flag)
+            break
+    for flag in ("--norm-epsilon", "--layernorm-epsilon"):
+        if flag in flags or flag == "--norm-epsilon":
+            run.set("Model.norm_epsilon", flags[flag], flags.origin(flag))
+    if "--qk-layernorm" in flags:
+        run.set("Model.qk_norm", "per_head", "--qk-layernorm")
+    for flag in ("--num-query-groups", "--num-key-value-heads"):
+        if flag in flags or (flag == "--num-query-groups" and "--group-query-attention" in flags):
+            run.set("Model.num_key_value_heads", flags[flag], flags.origin(flag))
+    if "--untie-embeddings-and-output-weights" in flags:
+        flag = "--untie-embeddings-and-output-weights"
+        run.set("Model.tie_word_embeddings", False, flag)
+    if "--disable-bias-linear" in flags:
+        with_qkv = "--add-qkv-bias" in flags
+        reason = "--disable-bias-linear" + (" and --add-qkv-bias" if with_qkv else "")
+        run.set("Model.bias", "qkv" if with_qkv else "none", reason)
+    _set_positions(run, flags)
+    if "--window-size" in flags:
+        flag, before = "--window-size", flags["--window-size"]
+        run.set("Model.sliding_window", before + 1, f"{flag} {before},0 and the token itself")
+        if (every := flags["--window-attn-skip-freq"]) is not None:
+            layers = [one for one in range(flags["--num-layers"]) if (one + 1) % every]
+            run.set("Model.sliding_window_layers", layers, f"--window-attn-skip-freq {every}")
+
+
+def _set_positions(run: Translation, flags: Flags) -> None:
+    if not is_rotary(flags):
+        kind, flag = flags["--position-embedding-type"], "--position-embedding-type"
+        if "--no-position-embedding" in flags:
+            kind, flag = "none", "--no-position-embedding"
+        learned = kind == "learned_absolute"
+        run.set("Model.position_embedding", "learned" if learned else "none", flag)
+        return
+    old = "--use-rotary-position-embeddings"
+    run.set(
+        "Model.position_embedding",
+        "rotary",
+        old if old in flags else "--position-embedding-type rope",
+    )
+    run.set("Model.rope_theta", flags["--rotary-base"], flags.origin("--rotary-base"))
+    run.set("Model.partial_rotary_factor", flags["--rotary-percent"], "--rotary-percent")
+    key = "Model.rope_scaling"
+    if "--use-rope-scaling" in flags:
+        run.set(f"{key}.type", "llama3", "--use-rope-scaling")
+        flag = "--rope-scaling-factor"
+        run.set(f"{key}.factor", flags[flag], flags.origin(flag))
+        run.set(f"{key}.original_max_position_embeddings", 8192, "Megatron's, with that flag")
+    elif (factor := flags["--rotary-seq-len-interpolation-factor"]) is not None:
+        run.set(f"{key}.type", "linear", "--rotary-seq-len-interpolation-factor")
+        run.set(f"{key}.factor", factor, "--rotary-seq-len-interpolation-factor")
 
 
 def _set_vocabulary(run: Translation, flags: Flags, vocabulary: VocabularyFlags) -> None:

@@ -1,4 +1,5 @@
-"""The flags of Megatron-DeepSpeed's `pretrain_gpt.py`, and which of them go together.
+"""The flags of `pretrain_gpt.py`, Megatron-DeepSpeed's and for the network also Megatron-LM's, and
+which of them go together.
 
 `read_flags` checks what was given as Megatron does. Flags that Megatron has and Fourfold cannot
 honour are `REFUSED`, with what to do instead; those that leave Fourfold nothing to choose are taken
@@ -7,6 +8,8 @@ and have no effect.
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Sequence
 
 from fourfold.compat.flags import Flag, FlagParser, Flags, number, whole
@@ -34,14 +37,67 @@ WSD_STYLES = {
     "minus_sqrt": "1-sqrt",
 }
 
+
+def _norm(text: str) -> str:
+    """Megatron-LM writes RMSNorm, Megatron-DeepSpeed rmsnorm."""
+    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    if text.lower() not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither LayerNorm nor RMSNorm")
+    return names[text.lower()]
+
+
+def _window(text: str) -> int:
+    """How many tokens before its own one sees; Megatron has those after it too: `(127,0)`."""
+    found = re.fullmatch(r"\(?\s*(\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of numbers such as 127,0")
+    if found[2] != "0":
+        raise argparse.ArgumentTypeError(f"{text!r} looks ahead; attention is causal, give 0 there")
+    return int(found[1])
+
+
 FLAGS = (
     # The network.
     Flag("--num-layers", whole, "transformer layers"),
     Flag("--hidden-size", whole, "width of the residual stream"),
-    Flag("--ffn-hidden-size", whole, "width inside the feed-forward block (4 x hidden size)"),
+    Flag(
+        "--ffn-hidden-size",
+        whole,
+        "width inside the feed-forward block (4 x hidden size; with --swiglu 8/3, in steps of 64)",
+    ),
     Flag("--num-attention-heads", whole, "attention heads"),
     Flag("--seq-length", whole, "tokens per sample"),
     Flag("--max-position-embeddings", whole, "learned positions, at least --seq-length"),
+    Flag(
+        "--position-embedding-type",
+        ("learned_absolute", "rope", "none"),
+        "how the network knows positions",
+        "learned_absolute",
+    ),
+    Flag("--use-rotary-position-embeddings", "switch", "the same as the type rope"),
+    Flag("--no-position-embedding", "switch", "no learned positions"),
+    Flag("--rotary-base", number, "base of the rotary frequencies", 10000.0),
+    Flag("--rotary-percent", number, "share of each head that is rotated", 1.0),
+    Flag("--rotary-seq-len-interpolation-factor", number, "divide rotary positions by this"),
+    Flag("--use-rope-scaling", "switch", "stretch rotary positions as Llama 3.1 does"),
+    Flag("--rope-scaling-factor", number, "how many times, with --use-rope-scaling", 8.0),
+    Flag("--normalization", _norm, "LayerNorm or RMSNorm", "LayerNorm", "LayerNorm|RMSNorm"),
+    Flag("--norm-epsilon", number, "added under the root of a norm", 1e-5),
+    Flag("--layernorm-epsilon", number, "the same under its older name"),
+    Flag("--qk-layernorm", "switch", "normalize the queries and keys of each head"),
+    Flag("--swiglu", "switch", "a feed-forward block gated by SiLU"),
+    Flag("--squared-relu", "switch", "squared ReLU in place of GELU"),
+    Flag("--openai-gelu", "switch", "GELU in its tanh form, which is the default"),
+    Flag("--no-bias-gelu-fusion", "switch", "exact GELU; fused with the bias it is the tanh form"),
+    Flag("--group-query-attention", "switch", "heads share keys and values"),
+    Flag("--num-query-groups", whole, "heads of keys and values, with the flag before", 1),
+    Flag("--num-key-value-heads", whole, "Megatron-DeepSpeed's name for both of these"),
+    Flag("--kv-channels", whole, "width of an attention head (hidden size / heads)"),
+    Flag("--untie-embeddings-and-output-weights", "switch", "a head with weights of its own"),
+    Flag("--disable-bias-linear", "switch", "no bias in linear layers"),
+    Flag("--add-qkv-bias", "switch", "but in those of queries, keys and values"),
+    Flag("--window-size", _window, "tokens seen before and after each, as 127,0", metavar="N,0"),
+    Flag("--window-attn-skip-freq", whole, "every N-th layer has no window"),
     Flag("--init-method-std", number, "standard deviation of the initial weights", 0.02),
     Flag("--hidden-dropout", number, "dropout of embeddings and blocks", 0.1),
     Flag("--attention-dropout", number, "dropout of attention probabilities", 0.1),
@@ -143,6 +199,8 @@ KEYS = {
     "--hidden-size": "Model.hidden_size",
     "--ffn-hidden-size": "Model.ffn_hidden_size",
     "--num-attention-heads": "Model.num_attention_heads",
+    "--kv-channels": "Model.head_dim",
+    "--normalization": "Model.normalization",
     "--max-position-embeddings": "Model.max_position_embeddings",
     "--init-method-std": "Model.initializer_range",
     "--hidden-dropout": "Model.hidden_dropout_prob",
@@ -180,9 +238,11 @@ KEYS = {
 # What they ask for is always so, is decided by the device, or has nothing here to switch off.
 SWITCHES_WITHOUT_EFFECT = _words("""
     --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton
-    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
     --no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce
     --no-persist-layer-norm --no-query-key-layer-scaling --no-pipeline-parallel
+    --attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --use-mcore-models
+    --overlap-grad-reduce --overlap-param-gather
     --no-contiguous-buffers-in-local-ddp --no-scatter-gather-tensors-in-pipeline
     --use-cpu-initialization --exit-signal-handler --override-opt_param-scheduler
     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard
@@ -190,13 +250,24 @@ SWITCHES_WITHOUT_EFFECT = _words("""
 """)
 VALUES_WITHOUT_EFFECT = _words("""
     --distributed-backend --DDP-impl --num-workers --local_rank --local-rank
-    --tensorboard-queue-size --tensorboard-log-interval --timing-log-level
+    --tensorboard-queue-size --tensorboard-log-interval --timing-log-level --transformer-impl
+    --attention-backend
 """)
 
-_NETWORK = (
-    "the network is GPT-3's (learned positions, GELU, LayerNorm, biases, tied embeddings); leave "
-    "it out"
-)
+_EXPERTS = "there are no experts here, every layer is dense; leave it out"
+_NO_SUCH_NETWORK = {
+    "--apply-layernorm-1p": "a norm's weight is what it multiplies with, not that less 1",
+    "--rotary-interleaved": "rotary pairs are a head's halves (i and i + size / 2), not neighbours",
+    "--no-rope-freq": "rotary positions are in every layer or in none",
+    "--mrope-section": "rotary positions have one dimension",
+    "--multi-latent-attention": "keys and values are not compressed; --group-query-attention is",
+    "--mtp-num-layers": "only the next token is predicted",
+    "--quick-geglu": "the gated activation is --swiglu, or Model.activation: geglu in a file",
+    "--glu-linear-offset": "gates have no offset",
+    "--softmax-type": "softmax of attention has no offset",
+    "--apply-residual-connection-post-layernorm": "the residual stream is not normalized itself",
+    "--heterogeneous-layers-config-path": "all layers are alike",
+}
 _SCALE = (
     "the loss scale doubles after 1000 good steps, halves at each overflow and stays at 1 or "
     "more; leave it out, or give only --initial-loss-scale"
@@ -215,15 +286,10 @@ REFUSED = {
     **dict.fromkeys(
         _words("--loss-scale --loss-scale-window --hysteresis --min-loss-scale"), _SCALE
     ),
+    **{flag: f"{why}; leave it out" for flag, why in _NO_SUCH_NETWORK.items()},
     **dict.fromkeys(
-        _words(
-            "--use-rotary-position-embeddings --rotary-percent --swiglu --squared-relu "
-            "--openai-gelu --normalization --disable-bias-linear "
-            "--untie-embeddings-and-output-weights --num-key-value-heads --apply-layernorm-1p "
-            "--num-experts --kv-channels "
-            "--apply-residual-connection-post-layernorm"
-        ),
-        _NETWORK,
+        _words("--num-experts --moe-router-topk --moe-layer-freq --expert-model-parallel-size"),
+        _EXPERTS,
     ),
     **dict.fromkeys(
         _words("--finetune --no-load-optim --no-load-rng --no-save-optim --no-save-rng"),
@@ -262,6 +328,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     )
     flags = parser.read(arguments, REQUIRED, REFUSED)
     _check_sizes(flags)
+    _check_network(flags)
     _check_length(flags)
     _check_learning_rate(flags)
     _check_data(flags)
@@ -271,7 +338,14 @@ def read_flags(arguments: Sequence[str]) -> Flags:
 
 
 def without_effect(flags: Flags) -> list[str]:
-    known = (*SWITCHES_WITHOUT_EFFECT, *VALUES_WITHOUT_EFFECT, "--data-impl", "--optimizer")
+    known = [*SWITCHES_WITHOUT_EFFECT, *VALUES_WITHOUT_EFFECT, "--data-impl", "--optimizer"]
+    known.append("--openai-gelu")
+    if "--disable-bias-linear" not in flags:
+        known.append("--add-qkv-bias")
+    if "--swiglu" in flags or "--squared-relu" in flags:
+        known.append("--no-bias-gelu-fusion")
+    if is_rotary(flags):
+        known.append("--no-position-embedding")
     return [flag for flag in flags.given if flag in known]
 
 
@@ -298,6 +372,52 @@ def _check_sizes(flags: Flags) -> None:
             f"--num-layers-per-virtual-pipeline-stage {per_stage} on {pp} pipeline ranks does not "
             f"divide --num-layers {flags['--num-layers']}; choose a number for which "
             f"{pp} times it does"
+        )
+
+
+# Flags that mean nothing without another.
+_GO_WITH = {
+    "--num-query-groups": "--group-query-attention",
+    "--rope-scaling-factor": "--use-rope-scaling",
+    "--window-attn-skip-freq": "--window-size",
+}
+_ROTARY_ONLY = _words("""
+    --rotary-base --rotary-percent --rotary-seq-len-interpolation-factor --use-rope-scaling
+""")
+
+
+def is_rotary(flags: Flags) -> bool:
+    return (
+        "--use-rotary-position-embeddings" in flags or flags["--position-embedding-type"] == "rope"
+    )
+
+
+def _check_network(flags: Flags) -> None:
+    for flag, needed in _GO_WITH.items():
+        if flag in flags and needed not in flags:
+            raise UserError(f"{flag} has no effect without {needed}; add that, or leave it out")
+    for flag in _ROTARY_ONLY:
+        if flag in flags and not is_rotary(flags):
+            raise UserError(
+                f"{flag} has no effect without rotary positions; add "
+                "--position-embedding-type rope, or leave it out"
+            )
+    kind = flags["--position-embedding-type"]
+    if "--use-rotary-position-embeddings" in flags and kind == "none":
+        raise UserError(
+            "--use-rotary-position-embeddings and --position-embedding-type none contradict; "
+            "leave one of them out"
+        )
+    _exclusive(flags, "--swiglu", "--squared-relu")
+    for other in ("--swiglu", "--squared-relu", "--no-bias-gelu-fusion"):
+        _exclusive(flags, "--openai-gelu", other)
+    _exclusive(flags, "--norm-epsilon", "--layernorm-epsilon")
+    _exclusive(flags, "--group-query-attention", "--num-key-value-heads")
+    _exclusive(flags, "--use-rope-scaling", "--rotary-seq-len-interpolation-factor")
+    if "--disable-bias-linear" in flags and flags["--normalization"] == "LayerNorm":
+        raise UserError(
+            "--disable-bias-linear leaves Megatron's LayerNorm its bias, which here has one only "
+            "where linear layers do; add --normalization RMSNorm"
         )
 
 

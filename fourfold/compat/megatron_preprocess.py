@@ -144,6 +144,7 @@ def _settings(flags: Flags, key: str) -> PrepareSettings:
     return PrepareSettings(
         tokenizer=tokenizer_path(flags),
         append_eod="--append-eod" in flags,
+        prepend_bos=False,
         json_key=key,
         workers=flags["--workers"],
         overwrite="--overwrite" in flags,

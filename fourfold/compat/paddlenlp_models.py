@@ -15,10 +15,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fourfold.config.findings import did_you_mean, nearest
 from fourfold.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from fourfold.model import ModelShape
 
 ModelType = Literal["gpt", "gpt-cn"]
 HEADS = "num_attention_heads"
@@ -98,18 +101,32 @@ def _sizes_of(path: Path, heads: int | None) -> dict[str, int | float]:
     from fourfold import checkpoint
     from fourfold.convert import load_foreign, open_weights
     from fourfold.convert.fleetx import HEADS_OPTION
+    from fourfold.convert.native import shape_in
 
     names = [*SIZES, "ffn_hidden_size"]
     try:
         if path.is_dir() and open_weights(path).kind == "fourfold":
             # From its saved configuration: opening it as a foreign model would verify every weight.
             section = checkpoint.read_state(checkpoint.candidates(path)[0])["config"]["Model"]
+            _refuse_other_networks(path, shape_in(path, section))
             return {name: section[name] for name in names}
         with load_foreign(path, heads) as foreign:
+            _refuse_other_networks(path, foreign.shape)
             return {name: foreign.model[name] for name in names}
     except CheckpointError as error:
         text = str(error).replace(HEADS_OPTION, f"--{HEADS}")
         raise CheckpointError(f"--model_name_or_path {text}") from error
+
+
+def _refuse_other_networks(path: Path, shape: ModelShape) -> None:
+    """PaddleNLP's commands train GPT-2's network, and have no flags for others."""
+    from fourfold.convert import options_of
+
+    for name, value in options_of(shape).items():
+        raise CheckpointError(
+            f"{path}: its network is not GPT-2's (Model.{name}={value}); train it with fourfold "
+            "train"
+        )
 
 
 def initial_weights_dir(output_dir: Path) -> Path:

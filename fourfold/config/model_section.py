@@ -158,6 +158,12 @@ class ModelSection(Section):
     initializer_range: NotNegative = key(
         0.02, "Standard deviation of the normal distribution of initial weights and embeddings."
     )
+    mup_base_width: Count | None = key(
+        None,
+        "muP: the hidden_size that the learning rate and initializer_range were found at. In a "
+        "network m times as wide the matrices of the layers then begin sqrt(m) times smaller and "
+        "learn m times slower, and the logits are divided by m. Null is off.",
+    )
     depth_scaled_init: bool = key(
         False,
         "Divide the initial deviation of the two projections that write to the residual stream by "

@@ -271,7 +271,7 @@ def _check_tensor_parallel(config: Config, findings: ConfigFindings) -> None:
         choice = divisors(heads.value, mp)
         findings.problem([degree, " does not divide ", heads, f"; choose {choice}"])
     shared = config.setting("Model.num_key_value_heads")
-    if heads.value % mp == 0 and shared.value % mp and mp % shared.value:
+    if heads.value % mp == 0 and not divides_model(mp, heads.value, mp, shared.value):
         choice = f"; choose an mp_degree that divides {shared.value} or is a multiple of it"
         findings.problem([degree, " neither divides nor is a multiple of ", shared, choice])
     if model.vocab_size % mp:
@@ -466,12 +466,13 @@ ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")
 SPLIT_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
-def divides_model(mp: int, heads: int, ffn: int) -> bool:
+def divides_model(mp: int, heads: int, ffn: int, kv_heads: int) -> bool:
     """Whether every model-parallel rank gets whole heads and an equal share of the ffn width.
 
-    The vocabulary need not divide: some ranks then hold one row more.
+    Key-value heads are divided too, or each is held by equally many ranks. The vocabulary need not
+    divide: some ranks then hold one row more.
     """
-    return heads % mp == 0 and ffn % mp == 0
+    return heads % mp == 0 and ffn % mp == 0 and (kv_heads % mp == 0 or mp % kv_heads == 0)
 
 
 def stages_fit(layers: int, pp: int, per_rank: int) -> bool:

@@ -51,10 +51,11 @@ class GlobalSection(Section):
     )
     tokenizer: str | None = key(
         None,
-        "Path of a tokenizer.json, or of a directory with tokenizer.json or vocab.json and "
-        "merges.txt, for encoding prompts and decoding text. Null takes the one beside an imported "
-        "checkpoint, else the one the run's data was made with, else GPT-2's if the vocabulary is "
-        "large enough; training on tokens needs none.",
+        "Path of a tokenizer.json, a SentencePiece .model, a file of merge ranks, a tekken.json, "
+        "or a directory with one of these or with vocab.json and merges.txt, for encoding prompts "
+        "and decoding text. Null takes the one beside an imported checkpoint, else the one the "
+        "run's data was made with, else GPT-2's if the vocabulary is large enough; training on "
+        "tokens needs none.",
     )
     peak_tflops: Literal["measure"] | Positive | None = key(
         None,

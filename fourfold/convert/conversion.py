@@ -8,6 +8,7 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ class Converted:
     """What was done, for the caller to report."""
 
     source: Kind
-    model: dict[str, int | float]
+    model: dict[str, Any]
     has_tokenizer: bool
     notes: list[str]
     flags: list[str]  # what Megatron must be given to load it

@@ -33,6 +33,7 @@ from fourfold.convert.imported import (
     joined,
     our_names,
     read_json,
+    require_gpt2,
     reshaped,
     split_number,
     their_name,
@@ -205,6 +206,7 @@ def _is_turned(name: str, source: LazyTensor) -> bool:
 
 def write_fleetx(model: ForeignModel, directory: Path) -> None:
     """FleetX's tree of one rank, with fused qkv, and the sizes in `model_config.json`."""
+    require_gpt2(model, "FleetX")
     leaf = directory / "mp_00_sharding_00_pp_00"
     leaf.mkdir()
     names = {ours: their_name("fleetx", ours) for ours in model.stored}

@@ -1,8 +1,10 @@
-"""Hugging Face GPT-2 directories, in: `config.json` and safetensors or `pytorch_model.bin` files.
+"""Hugging Face directories, in: `config.json` and safetensors or `pytorch_model.bin` files.
 
-GPT-2's Conv1D stores (in, out), the transpose of ours, and the columns of `c_attn` as all q, all k,
-all v. Options that our model does not have are refused by name; attention scaling by layer is
-folded into the weights instead.
+Which families of networks there are, and what they call their tensors, is in families.py; what
+they say in config.json, in family_config.py. GPT-2's Conv1D stores (in, out), the transpose of
+ours, and the columns of `c_attn` as all q, all k, all v; its attention scaling by layer is folded
+into the weights. Llama and its kin have three tensors where ours, if every head has its own keys
+and values, is one.
 
 Out: a complete directory that `transformers` loads as it is, with safetensors shards of bounded
 size.
@@ -10,10 +12,10 @@ size.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fourfold.convert.families import family_named, family_of
+from fourfold.convert.family_config import Described, Family
 from fourfold.convert.imported import (
-    ROWS,
     ForeignModel,
     LazyTensor,
     assemble,
     blocks_from_heads,
     check_tied,
-    count_of,
     find_tokenizer,
     heads_from_blocks,
-    our_names,
+    joined,
+    multiplied,
+    part_of_heads,
     queries_scaled,
     read_json,
     split_number,
-    their_name,
     transposed,
     write_json,
     write_pair,
@@ -44,119 +47,109 @@ from fourfold.convert.imported import (
 from fourfold.convert.torch_files import read_torch_file
 from fourfold.errors import CheckpointError
 from fourfold.model import count_parameters
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer
+from fourfold.tokenizer import Tokenizer
 
 CONFIG = "config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_FILES = (SAFETENSORS, SAFETENSORS_INDEX, TORCH, TORCH_INDEX)
 
-# The same function under three names.
-TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-
-_OURS = our_names("huggingface")
-_PREFIX = "transformer."
-_MASKS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-# Settings of a network that ours is not: key, the values that are ours.
-_REFUSED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("model_type", ("gpt2",)),
-    ("activation_function", TANH_GELU),
-    ("layer_norm_epsilon", (1e-5,)),
-    ("tie_word_embeddings", (True,)),
-    ("add_cross_attention", (False,)),
-    ("auto_map", ()),
-    ("quantization_config", ()),
+# Of earlier versions: masks and frequencies that nobody trained.
+_BUFFERS = re.compile(
+    r".*\.(?:attn\.(?:bias|masked_bias)|attention\.(?:bias|masked_bias)|rotary_emb\.inv_freq)"
+    r"|h\.\d+\.attn\.(?:bias|masked_bias)"
 )
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_huggingface(directory: Path) -> ForeignModel:
     path = directory / CONFIG
     config = read_json(path)
-    if "model_type" not in config:
-        raise CheckpointError(f"{path} names no model_type; Fourfold reads gpt2")
-    for key, ours in _REFUSED:
-        if config.get(key) not in (*ours, None):
-            allowed = f"; it has {' or '.join(map(repr, ours))}" if ours else ""
-            raise CheckpointError(
-                f"{path}: {key}={_short(config[key])} is not what Fourfold's GPT has{allowed}"
-            )
-    heads = count_of(path, "n_head", config.get("n_head"))
-    found, notes = _by_our_names(directory, heads, config)
-    width = config.get("n_inner") or 4 * count_of(path, "n_embd", config.get("n_embd"))
-    named = {"vocab_size": "vocab_size", "n_embd": "hidden_size", "n_layer": "num_layers"}
-    named |= {"n_positions": "max_position_embeddings"}
+    family = family_named(path, config)
+    described = family.read(path, config)
+    notes = described.notes
+    found = _by_our_names(directory, family, described, config)
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        notes.append("scale_attn_by_inverse_layer_idx: the queries were divided by their layer")
+    if config.get("scale_attn_weights") is False:
+        notes.append("scale_attn_weights off: the queries were multiplied by sqrt(head size)")
     return assemble(
         "hf",
         directory,
         found,
-        heads,
-        declared={
-            "ffn_hidden_size": width,
-            **{ours: config[key] for key, ours in named.items() if config.get(key) is not None},
-        },
-        options=_options(config, notes),
+        described.heads,
+        declared=described.declared,
+        options=described.options,
         tokenizer=find_tokenizer(directory),
         notes=notes,
     )
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _options(config: dict[str, Any], notes: list[str]) -> dict[str, float]:
-    named = {
-        "resid_pdrop": "hidden_dropout_prob",
-        "attn_pdrop": "attention_probs_dropout_prob",
-        "initializer_range": "initializer_range",
-    }
-    options = {
-        ours: float(config[key])
-        for key, ours in named.items()
-        if isinstance(config.get(key), int | float) and 0 <= config[key] < 1
-    }
-    embedding = config.get("embd_pdrop", config.get("resid_pdrop"))
-    if embedding != config.get("resid_pdrop"):
-        notes.append(
-            f"embd_pdrop={_short(embedding)} differs from resid_pdrop; hidden_dropout_prob is the "
-            "latter, for both"
-        )
-    return options
-
-
 def _by_our_names(
-    directory: Path, heads: int, config: dict[str, Any]
-) -> tuple[dict[str, LazyTensor], list[str]]:
-    found, notes, head = {}, [], None
+    directory: Path, family: Family, described: Described, config: dict[str, Any]
+) -> dict[str, LazyTensor]:
+    ours = {theirs: module for module, theirs in family.names.items()}
+    prefix = family.names["norm."].partition(".")[0] + "."  # which a bare network lacks
+    heads, is_tied = described.heads, described.options["tie_word_embeddings"]
+    found: dict[str, LazyTensor] = {}
+    head = None
     for name, source in _weights(directory).items():
-        if _MASKS.fullmatch(name):
+        if _BUFFERS.fullmatch(name):
             continue
-        if name == "lm_head.weight":
+        if name in _HEADS:
             head = source
             continue
-        pattern, layer = split_number(f"{_PREFIX}{name.removeprefix(_PREFIX)}")
-        if pattern not in _OURS:
+        whole = name if name.startswith(prefix) else f"{prefix}{name}"
+        pattern, layer = split_number(whole)
+        module, _, kind = pattern.rpartition(".")
+        if f"{module}." not in ours:
             found[name] = source
             continue
-        row = ROWS[_OURS[pattern]]
-        if row.kind == "linear" and len(source.shape) == 2:
-            source = transposed(source)
-        if row.rows_by_head:
-            source = heads_from_blocks(source, heads)
-            factor = _query_factor(config, layer, source.shape[0] // (3 * heads))
-            if factor != 1.0:
-                source = queries_scaled(source, heads, factor)
-        found[row.of_layer(layer)] = source
-    if head is not None:
-        check_tied(directory, "lm_head.weight", head, found.get("embeddings.word.weight"))
-    if config.get("scale_attn_by_inverse_layer_idx"):
-        notes.append("scale_attn_by_inverse_layer_idx: the queries were divided by their layer")
-    if config.get("scale_attn_weights") is False:
-        notes.append("scale_attn_weights off: the queries were multiplied by sqrt(head size)")
-    return found, notes
+        if family.qkv == "blocks":
+            source = _from_conv1d(ours[f"{module}."], source, config, heads, layer)
+        found[ours[f"{module}."].replace("*", str(layer), 1) + kind] = source
+    if head is not None and is_tied:
+        check_tied(directory, _HEADS[0], head, found.get("embeddings.word.weight"))
+    elif head is not None:
+        found["head.weight"] = head
+    is_grouped = described.options.get("num_key_value_heads", heads) != heads
+    return _fused(directory, found, heads) if family.qkv == "apart" and not is_grouped else found
+
+
+def _fused(path: Path, found: dict[str, LazyTensor], heads: int) -> dict[str, LazyTensor]:
+    """Queries, keys and values of each layer in one tensor, head by head."""
+    fused: dict[str, LazyTensor] = {}
+    for name, source in found.items():
+        before, apart, after = name.partition(".attn.in_proj.")
+        if not apart:
+            fused[name] = source
+        elif after.startswith("q."):
+            names = [f"{before}{apart}{letter}{after[1:]}" for letter in "qkv"]
+            if not all(each in found for each in names):
+                raise CheckpointError(f"{path} is not a complete GPT: some of {names} are missing")
+            together = joined([found[each] for each in names], 0)
+            fused[f"{before}.attn.qkv{after[1:]}"] = heads_from_blocks(together, heads)
+        elif f"{before}{apart}q{after[1:]}" not in found:
+            fused[name] = source  # reported as one too many
+    return fused
+
+
+def _from_conv1d(
+    module: str, source: LazyTensor, config: dict[str, Any], heads: int, layer: int
+) -> LazyTensor:
+    if module in _CONV1D and len(source.shape) == 2:
+        source = transposed(source)
+    if module == _QKV:
+        source = heads_from_blocks(source, heads)
+        factor = _query_factor(config, layer, source.shape[0] // (3 * heads))
+        if factor != 1.0:
+            source = queries_scaled(source, heads, factor)
+    return source
+
+
+_QKV = "layers.*.attn.qkv."
+_CONV1D = (_QKV, "layers.*.attn.out.", "layers.*.mlp.up.", "layers.*.mlp.down.")
 
 
 def _query_factor(config: dict[str, Any], layer: int, head_size: int) -> float:
@@ -230,14 +223,6 @@ def _read_torch(path: Path) -> dict[str, LazyTensor]:
 
 SHARD_BYTES = 2 << 30
 
-# Left out where the source does not say: both sides then have their own defaults.
-_OPTIONS = {
-    "embd_pdrop": "hidden_dropout_prob",
-    "resid_pdrop": "hidden_dropout_prob",
-    "attn_pdrop": "attention_probs_dropout_prob",
-    "initializer_range": "initializer_range",
-}
-
 
 def write_huggingface(
     model: ForeignModel,
@@ -245,26 +230,59 @@ def write_huggingface(
     tokenizer: Tokenizer | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    heads = model.shape.num_attention_heads
-    weights = {
-        their_name("huggingface", name): _turned(name, source, heads)
-        for name, source in model.stored.items()
-    }
+    model = _without_logit_scale(model)
+    shape = model.shape
+    family = family_of(shape, model.path)
+    weights: dict[str, LazyTensor] = {}
+    for name, source in model.stored.items():
+        weights |= _by_their_names(family, name, source, shape.num_attention_heads)
     _write_shards(directory, weights, shard_bytes)
-    end = tokenizer.eos_id if tokenizer else None
-    ends = {"bos_token_id": end, "eos_token_id": end}
-    write_json(directory / CONFIG, _config(model) | ends)
-    write_json(directory / "generation_config.json", ends | {"pad_token_id": end})
+    ends = tokenizer.special_ids() if tokenizer else dict.fromkeys(("bos_token_id", "eos_token_id"))
+    write_json(directory / CONFIG, _config(model, family) | ends)
+    write_json(directory / "generation_config.json", {"pad_token_id": ends["eos_token_id"]} | ends)
     if tokenizer is not None:
-        _write_tokenizer(directory, tokenizer, model.shape.max_position_embeddings)
-    (directory / "README.md").write_text(_card(model, tokenizer))
+        _write_tokenizer(directory, tokenizer, shape.max_position_embeddings)
+    (directory / "README.md").write_text(_card(model, family, tokenizer))
 
 
-def _turned(ours: str, source: LazyTensor, heads: int) -> LazyTensor:
-    row = ROWS[ours]
-    if row.rows_by_head:
-        source = blocks_from_heads(source, heads)
-    return transposed(source) if row.is_matrix else source
+def _without_logit_scale(model: ForeignModel) -> ForeignModel:
+    """The same network with the factor of its logits (muP's too) in the last norm instead, since
+    the families have none: the head multiplies what that gives."""
+    scale = model.shape.output_scale
+    if scale == 1.0:
+        return model
+    stored = dict(model.stored)
+    for name in ("norm.weight", "norm.bias"):
+        if name in stored:
+            stored[name] = multiplied(stored[name], scale)
+    kept = {k: v for k, v in model.model.items() if k not in ("logit_scale", "mup_base_width")}
+    return replace(model, model=kept, stored=stored)
+
+
+def _by_their_names(
+    family: Family, ours: str, source: LazyTensor, heads: int
+) -> dict[str, LazyTensor]:
+    pattern, layer = split_number(ours)
+    module, _, kind = pattern.rpartition(".")
+    module += "."
+    if module == "head.":
+        return {family.head + kind: source}
+
+    def theirs(module: str) -> str:
+        return family.names[module].replace("*", str(layer), 1) + kind
+
+    if module == _QKV and family.qkv == "apart":
+        parts = {theirs(f"layers.*.attn.in_proj.{letter}."): letter for letter in "qkv"}
+        return {
+            name: part_of_heads(source, heads, "qkv".index(letter))
+            for name, letter in parts.items()
+        }
+    if family.qkv == "blocks":
+        if module == _QKV:
+            source = blocks_from_heads(source, heads)
+        if module in _CONV1D and len(source.shape) == 2:
+            source = transposed(source)
+    return {theirs(module): source}
 
 
 def _write_shards(directory: Path, weights: dict[str, LazyTensor], shard_bytes: int) -> None:
@@ -296,46 +314,45 @@ def _shards(weights: dict[str, LazyTensor], shard_bytes: int) -> Iterator[list[s
     yield names
 
 
-def _config(model: ForeignModel) -> dict[str, Any]:
-    sizes = model.shape
+def _config(model: ForeignModel, family: Family) -> dict[str, Any]:
+    """Dropout and initial deviation are left out where the source does not say: both sides then
+    have their own defaults."""
+    named = {**family.dropouts, "initializer_range": "initializer_range"}
+    if "resid_pdrop" in named:
+        named["embd_pdrop"] = "hidden_dropout_prob"
+    dtype = str(model.dtype).removeprefix("torch.")
+    hidden = model.model.get("hidden_dropout_prob")
+    if hidden and "hidden_dropout_prob" not in named.values():
+        model.notes.append(
+            f"hidden_dropout_prob={hidden} is not written: {family.model_type} has no such dropout"
+        )
+    if model.shape.activation == "geglu":
+        model.notes.append(
+            f"activation geglu: transformers has it for {family.model_type}, vLLM refuses it and "
+            "llama.cpp would compute SwiGLU"
+        )
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": sizes.vocab_size,
-        "n_positions": sizes.max_position_embeddings,
-        "n_embd": sizes.hidden_size,
-        "n_layer": sizes.num_layers,
-        "n_head": sizes.num_attention_heads,
-        "n_inner": sizes.ffn_hidden_size,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "tie_word_embeddings": True,
-        "torch_dtype": str(model.dtype).removeprefix("torch."),
-        **{theirs: model.model[ours] for theirs, ours in _OPTIONS.items() if ours in model.model},
+        **family.describe(model.shape),
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **{theirs: model.model[ours] for theirs, ours in named.items() if ours in model.model},
     }
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, positions: int) -> None:
-    tokenizer.save(directory / "tokenizer.json")
-    # GPT-2 has no padding of its own; whatever follows the end is masked.
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
+    text, special = tokenizer.for_transformers()
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
     write_json(directory / "tokenizer_config.json", about | special)
     write_json(directory / "special_tokens_map.json", special)
     write_pair(directory, tokenizer)
 
 
-def _kind(tokenizer: Tokenizer) -> str:
-    if tokenizer.is_gpt2_like:
-        return "byte-level BPE"
-    return json.loads(tokenizer.to_json())["model"]["type"]
-
-
-def _card(model: ForeignModel, tokenizer: Tokenizer | None) -> str:
+def _card(model: ForeignModel, family: Family, tokenizer: Tokenizer | None) -> str:
     sizes = model.shape
     words = (
-        f"{_kind(tokenizer)} of {tokenizer.vocab_size} tokens; documents end with `{END_OF_TEXT}`"
+        f"{tokenizer.kind} of {tokenizer.vocab_size} tokens; documents end with "
+        f"`{tokenizer.eos_token}`"
         if tokenizer
         else "none was given; add the one the model was trained with"
     )
@@ -343,23 +360,25 @@ def _card(model: ForeignModel, tokenizer: Tokenizer | None) -> str:
         sizes.num_layers,
         sizes.hidden_size,
         sizes.num_attention_heads,
+        sizes.key_value_heads,
         sizes.ffn_hidden_size,
         sizes.max_position_embeddings,
         sizes.vocab_size,
     )
+    head = "a head tied to the embedding" if sizes.tie_word_embeddings else "a head of its own"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [gpt2, fourfold]
+tags: [{family.model_type}, fourfold]
 ---
 
 # GPT with {count_parameters(sizes):,} parameters
 
-A GPT-2 architecture (pre-LayerNorm, learned positions, tanh GELU, tied head), converted by
-Fourfold from a `{model.kind}` checkpoint.
+A network of the family `{family.model_type}` ({family.about}; {head}), converted
+by Fourfold from a `{model.kind}` checkpoint.
 
-| layers | width | heads | feed-forward | positions | vocabulary |
-| --- | --- | --- | --- | --- | --- |
+| layers | width | heads | of keys and values | feed-forward | positions | vocabulary |
+| --- | --- | --- | --- | --- | --- | --- |
 | {" | ".join(map(str, numbers))} |
 
 Tokenizer: {words}.

@@ -1,6 +1,6 @@
 """`ForeignModel`: a model of any format, seen with Fourfold's names.
 
-    model     keys of the `Model` section: sizes, heads, dropout
+    model     keys of the `Model` section: sizes, heads, dropout, and what is not as in GPT-2
     stored    every weight under our name (without "model."), in our order, checked
     tensors() the same, read one at a time
     tokenizer a place `Tokenizer.load` knows, or None
@@ -21,9 +21,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +31,11 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoint.bounded import read_bounded
-from fourfold.errors import CheckpointError
-from fourfold.model.params import ModelShape, gpt_parameters
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer
+from fourfold.config.model_section import GATED
+from fourfold.errors import CheckpointError, UserError
+from fourfold.model.gpt_table import gpt_parameters
+from fourfold.model.params import ModelShape, RopeScaling
+from fourfold.tokenizer import END_OF_TEXT, Tokenizer, file_in
 
 Kind = Literal["fourfold", "hf", "fleetx", "megatron"]
 
@@ -47,7 +49,7 @@ _LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 class ForeignModel:
     kind: Kind
     path: Path
-    model: dict[str, int | float]
+    model: dict[str, Any]
     stored: dict[str, LazyTensor]
     tokenizer: Path | None = None
     made_with: str | None = None
@@ -56,7 +58,7 @@ class ForeignModel:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape(**self.model)  # type: ignore[arg-type]
+        return shape_of(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,7 +71,8 @@ class ForeignModel:
             yield name, source.read()
 
     def trim_vocabulary(self, rows: int) -> None:
-        """Keep the first `rows` of the token embedding: a padded vocabulary's own tokens."""
+        """Keep the first `rows` of the token embedding: a padded vocabulary's own tokens. A head of
+        its own is cut too."""
         word = self.stored["embeddings.word.weight"]
         if not 0 < rows <= word.shape[0]:
             raise CheckpointError(
@@ -78,7 +81,9 @@ class ForeignModel:
             )
         if rows < word.shape[0]:
             self.notes.append(f"vocabulary cut from {word.shape[0]} to {rows} rows")
-        self.stored["embeddings.word.weight"] = first_rows(word, rows)
+        for name in ("embeddings.word.weight", "head.weight"):
+            if name in self.stored:
+                self.stored[name] = first_rows(self.stored[name], rows)
         self.model["vocab_size"] = rows
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -86,6 +91,13 @@ class ForeignModel:
         for name, source in self.stored.items():
             if source.dtype != dtype:
                 self.stored[name] = cast(source, dtype, f"{self.path}: {name}")
+
+    def tokenizer_identity(self) -> str | None:
+        """Of what made the training data, or else of the tokenizer beside the weights."""
+        if self.made_with is None and self.tokenizer is not None:
+            with suppress(UserError):
+                return Tokenizer.load(self.tokenizer).identity
+        return self.made_with
 
     def close(self) -> None:
         """Close the files, and remove the directory an archive was unpacked to."""
@@ -96,6 +108,70 @@ class ForeignModel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# -- networks -------------------------------------------------------------------------------------
+
+# What decides a network besides its sizes, with the values of GPT-2.
+NETWORK: dict[str, Any] = {
+    field.name: field.default for field in ModelShape.network_fields() if field.type != "int"
+}
+
+
+def shape_of(model: Mapping[str, Any]) -> ModelShape:
+    """The shape that keys of the `Model` section describe, with what follows from others filled in
+    as a configuration has it."""
+    given = dict(model)
+    heads = given["num_attention_heads"]
+    given["num_key_value_heads"] = given.get("num_key_value_heads") or heads
+    given["head_dim"] = given.get("head_dim") or given["hidden_size"] // heads
+    scaling = RopeScaling(**given.get("rope_scaling", {}))
+    if scaling.type != "none" and scaling.original_max_position_embeddings is None:
+        length = max(1, int(given["max_position_embeddings"] / scaling.factor))
+        scaling = replace(scaling, original_max_position_embeddings=length)
+    given["rope_scaling"] = scaling
+    if given.get("sliding_window_layers") is not None:
+        given["sliding_window_layers"] = tuple(given["sliding_window_layers"])
+    return ModelShape(**given)
+
+
+def options_of(shape: ModelShape) -> dict[str, Any]:
+    """The keys of the `Model` section, besides sizes, in which the network is not GPT-2."""
+    given = {name: getattr(shape, name) for name in NETWORK}
+    if shape.key_value_heads == shape.num_attention_heads:
+        del given["num_key_value_heads"]
+    if shape.head_size * shape.num_attention_heads == shape.hidden_size:
+        del given["head_dim"]
+    chosen = shape.sliding_window_layers
+    if chosen is not None and set(chosen) == set(range(shape.num_layers)):
+        given["sliding_window_layers"] = None
+    if shape.sliding_window is None or chosen == ():
+        given["sliding_window"] = given["sliding_window_layers"] = None
+    options = {name: value for name, value in given.items() if value != NETWORK[name]}
+    if "rope_scaling" in options:
+        options["rope_scaling"] = _scaling(shape.rope_scaling)
+    if "sliding_window_layers" in options:
+        options["sliding_window_layers"] = list(shape.sliding_window_layers or ())
+    return options
+
+
+def _scaling(scaling: RopeScaling) -> dict[str, Any]:
+    """What of it has an effect."""
+    names = {"linear": "factor", "llama3": _LLAMA3, "yarn": _YARN}[scaling.type].split()
+    return {"type": scaling.type, **{name: getattr(scaling, name) for name in names}}
+
+
+_LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
+_YARN = "factor original_max_position_embeddings beta_fast beta_slow attention_factor truncate"
+
+
+def require_gpt2(model: ForeignModel, program: str) -> None:
+    """Raise for a network that only some of the programs have."""
+    for name, value in options_of(model.shape).items():
+        raise CheckpointError(
+            f"{model.path}: Model.{name}={value} is not GPT-2's, and for {program} Fourfold writes "
+            "and reads GPT-2's network only; convert it --to hf or fourfold"
+        )
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -144,30 +220,33 @@ def assemble(
     """A checked `ForeignModel` of the tensors `found`, by our names.
 
     `declared` is what a description says under the names of the `Model` section; `rest` goes to
-    `ForeignModel`, except `options`, which are keys of the `Model` section that are no sizes.
+    `ForeignModel`, except `options`, which are keys of the `Model` section that are no sizes, or
+    that tensors do not tell.
     """
-    options: dict[str, float] = rest.pop("options", {})
-    model = _measure(path, found)
+    options: dict[str, Any] = rest.pop("options", {})
+    model = {**_measure(path, found, options), "num_attention_heads": heads, **options}
     for key, said in declared.items():
         if said != model[key]:
             raise CheckpointError(
                 f"{path}: its description says {key}={said}, but the weights have {model[key]}; "
                 "files of two models are mixed, or some are missing"
             )
-    if heads < 1 or model["hidden_size"] % heads:
+    if heads < 1 or ("head_dim" not in options and model["hidden_size"] % heads):
         raise CheckpointError(
             f"{path}: {heads} attention heads do not divide the hidden size "
             f"{model['hidden_size']}; check the number of heads"
         )
-    shapes = gpt_parameters(ModelShape(**model, num_attention_heads=heads)).shapes  # type: ignore[arg-type]
+    shape = shape_of(model)
+    shapes = gpt_parameters(shape).shapes
     _check(path, found, shapes)
     stored = {name: found[name] for name in shapes}
-    return ForeignModel(
-        kind, path, {**model, "num_attention_heads": heads, **options}, stored, **rest
-    )
+    rest_of = {name: value for name, value in model.items() if name not in NETWORK}
+    return ForeignModel(kind, path, rest_of | options_of(shape), stored, **rest)
 
 
-def _measure(path: Path, found: dict[str, LazyTensor]) -> dict[str, int]:
+def _measure(
+    path: Path, found: dict[str, LazyTensor], options: Mapping[str, Any]
+) -> dict[str, int]:
     def size(name: str, axis: int) -> int:
         source = found.get(name)
         if source is None or len(source.shape) != 2:
@@ -181,13 +260,16 @@ def _measure(path: Path, found: dict[str, LazyTensor]) -> dict[str, int]:
         raise CheckpointError(
             f"{path} is not a complete GPT: layer {absent} is missing; is a pipeline stage missing?"
         )
-    return {
+    gated = options.get("activation") in GATED
+    measured = {
         "vocab_size": size("embeddings.word.weight", 0),
         "hidden_size": size("embeddings.word.weight", 1),
         "num_layers": len(numbers),
-        "ffn_hidden_size": size("layers.0.mlp.up.weight", 0),
-        "max_position_embeddings": size("embeddings.position.weight", 0),
+        "ffn_hidden_size": size(f"layers.0.mlp.{'in_proj.up' if gated else 'up'}.weight", 0),
     }
+    if options.get("position_embedding", "learned") == "learned":
+        measured["max_position_embeddings"] = size("embeddings.position.weight", 0)
+    return measured
 
 
 def _check(path: Path, found: dict[str, LazyTensor], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -251,6 +333,10 @@ class LazyTensor:
 def transposed(source: LazyTensor) -> LazyTensor:
     """(in, out) to (out, in), or back."""
     return LazyTensor(source.shape[::-1], source.dtype, lambda: source.read().mT.contiguous())
+
+
+def multiplied(source: LazyTensor, factor: float) -> LazyTensor:
+    return LazyTensor(source.shape, source.dtype, lambda: source.read() * factor)
 
 
 def reshaped(source: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
@@ -323,6 +409,18 @@ def blocks_from_heads(source: LazyTensor, heads: int) -> LazyTensor:
     return regrouped(source, (heads, 3, _head_size(source, heads)), (1, 0, 2))
 
 
+def part_of_heads(source: LazyTensor, heads: int, part: int) -> LazyTensor:
+    """Of ours, all q (part 0), all k (1) or all v (2)."""
+    size = _head_size(source, heads)
+    shape = (heads * size, *source.shape[1:])
+
+    def read() -> Tensor:
+        rows = source.read().reshape(heads, 3, size, *source.shape[1:])
+        return rows[:, part].reshape(shape).clone()
+
+    return LazyTensor(shape, source.dtype, read)
+
+
 def heads_from_triples(source: LazyTensor, heads: int) -> LazyTensor:
     """Rows of single (q, k, v) triples within each head to ours."""
     return regrouped(source, (heads, _head_size(source, heads), 3), (0, 2, 1))
@@ -358,8 +456,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def find_tokenizer(*directories: Path) -> Path | None:
     """The first of these directories that holds a tokenizer's files."""
     for directory in directories:
-        pair = directory / "vocab.json", directory / "merges.txt"
-        if (directory / "tokenizer.json").is_file() or all(file.is_file() for file in pair):
+        if file_in(directory) is not None:
             return directory
     return None
 

@@ -27,7 +27,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fourfold.convert.imported import ROWS, ForeignModel, split_number, their_name, write_pair
+from fourfold.convert.imported import (
+    ROWS,
+    ForeignModel,
+    require_gpt2,
+    split_number,
+    their_name,
+    write_pair,
+)
 from fourfold.convert.megatron import FILES, OPTIONS, TRACKER
 from fourfold.convert.scratch import disk_tensor
 from fourfold.errors import CheckpointError
@@ -71,6 +78,7 @@ def write_megatron(
 
 
 def _check(model: ForeignModel, layout: MegatronLayout) -> None:
+    require_gpt2(model, "Megatron")
     sizes = model.shape
     for count, what, parts, option in (
         (sizes.num_layers, "layers", layout.pp, "--pp"),

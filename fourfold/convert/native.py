@@ -16,12 +16,22 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 
 from fourfold import __version__, checkpoint
 from fourfold.config import load_config
-from fourfold.convert.imported import ForeignModel, LazyTensor, assemble, count_of, find_tokenizer
+from fourfold.config.model_section import ModelSection
+from fourfold.convert.imported import (
+    ForeignModel,
+    LazyTensor,
+    assemble,
+    count_of,
+    find_tokenizer,
+    options_of,
+)
 from fourfold.convert.scratch import disk_tensor
 from fourfold.errors import CheckpointError, UserError
+from fourfold.model.params import ModelShape
 from fourfold.tokenizer import Tokenizer
 
 PREFIX = "model."
@@ -52,7 +62,8 @@ def read_native(where: Path, closing: ExitStack) -> ForeignModel:
         found,
         heads,
         declared={},
-        options={key: float(section[key]) for key in _OPTIONS if key in section},
+        options=_network(directory, section)
+        | {key: float(section[key]) for key in _OPTIONS if key in section},
         tokenizer=_tokenizer_place(directory, opened.state),
         made_with=made_with if isinstance(made_with, str) else None,
     )
@@ -64,6 +75,28 @@ def _model_section(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise CheckpointError(f"{directory}: its state.json has no configuration of the model")
     return section
+
+
+def _network(directory: Path, section: dict[str, Any]) -> dict[str, Any]:
+    """What the tensors do not tell of the network."""
+    shape = shape_in(directory, section)
+    options = options_of(shape)
+    if shape.position_embedding != "learned":
+        options["max_position_embeddings"] = shape.max_position_embeddings
+    return options
+
+
+def shape_in(directory: Path, section: dict[str, Any]) -> ModelShape:
+    """What the `Model` section of a saved configuration describes. Earlier versions had no options,
+    and are GPT-2."""
+    known = {name: section[name] for name in ModelSection.model_fields if name in section}
+    try:
+        return ModelShape.of(ModelSection.model_validate(known))
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise CheckpointError(
+            f"{directory}: Model.{key} in its state.json is none that Fourfold writes"
+        ) from None
 
 
 def _tokenizer_place(directory: Path, state: dict[str, Any]) -> Path | None:

@@ -3,7 +3,8 @@
 Convention: a multiply-add is two FLOPs; only matrix products count (linear layers, head, the two
 products of attention); the backward pass costs twice the forward one. *Model* FLOPs leave out what
 recomputation repeats, *hardware* FLOPs include it. Attention counts all T × T pairs unless `causal`
-is set, which halves it. MFU uses model FLOPs, full attention, as most papers do.
+is set, which halves it; with a sliding window of W tokens, W × T pairs, or with `causal` those a
+token before the end of the window has not. MFU uses model FLOPs, full attention, as most papers do.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ def forward_flops(
     vocab: Any,
     seq_len: Any,
     *,
+    query_share: Any = 1.0,
     kv_share: Any = 1.0,
     mlp_matrices: Any = 2,
     causal: bool = False,
 ) -> ForwardFlops:
     """The parts; sizes are numbers or arrays of them.
 
-    `kv_share` is the width of keys over that of queries (grouped-query attention), and
-    `mlp_matrices` is 3 for gated feed-forward blocks: other people's models are planned too.
+    `query_share` is the width of all heads of queries over that of the stream, `kv_share` the width
+    of keys over that of queries (grouped-query attention), and `mlp_matrices` is 3 for gated
+    feed-forward blocks: other people's models are planned too.
     """
     return ForwardFlops(
-        core=4 * seq_len * hidden * (0.5 if causal else 1.0),
-        projections=4 * hidden**2 * (1 + kv_share),
+        core=4 * seq_len * hidden * query_share * (0.5 if causal else 1.0),
+        projections=4 * hidden**2 * query_share * (1 + kv_share),
         mlp=2 * mlp_matrices * hidden * ffn,
         head=2 * vocab * hidden,
     )
@@ -59,12 +62,22 @@ def _forward_flops_of(shape: ModelShape, seq_len: int, causal: bool) -> ForwardF
         inside: 2 * sum(row.numel for row in matrices if row.in_attention is inside)
         for inside in (True, False)
     }
+    width = shape.num_attention_heads * shape.head_size
     return ForwardFlops(
-        core=4 * seq_len * shape.hidden_size * (0.5 if causal else 1.0),
+        core=4 * width * _attended(shape, seq_len, causal),
         projections=by_place[True],
         mlp=by_place[False],
         head=2 * shape.vocab_size * shape.hidden_size,
     )
+
+
+def _attended(shape: ModelShape, seq_len: int, causal: bool) -> float:
+    """Tokens that one attends to, over all layers and positions the mean."""
+    seen = []
+    for layer in range(shape.num_layers):
+        window = min(shape.window_of(layer) or seq_len, seq_len)
+        seen.append(window - window**2 / (2 * seq_len) if causal else window)
+    return sum(seen) / len(seen)
 
 
 def flops_per_token(
@@ -112,7 +125,13 @@ def megatron_deepspeed_flops_per_token(
     All T × T pairs of attention, and all four passes when anything is recomputed. Its head counts
     for three quarters of its three passes where nothing is, which no setting of `flops_per_token`
     reproduces; with four passes and a feed-forward width of 4 h it is that of recompute "full".
+    It knows one block, of 12 h² in products; any other, of gates, shared keys and values or heads
+    of another width, counts with what it has.
     """
     h, layers = shape.hidden_size, shape.num_layers
+    width = shape.num_attention_heads * shape.head_size
+    if shape.is_gated or shape.key_value_heads < shape.num_attention_heads or width != h:
+        parts = _forward_flops_of(shape, seq_len, causal=False)
+        return (4 if recomputes else 3) * (layers * parts.layer + 0.75 * parts.head)
     attention, head = seq_len / (6 * h), shape.vocab_size / (16 * layers * h)
     return 24 * (4 if recomputes else 3) * layers * h**2 * (1 + attention + head)

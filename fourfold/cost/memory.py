@@ -1,4 +1,4 @@
-"""Bytes of one rank of one pipeline stage: held, as named terms that add up, and sent.
+"""Bytes that one rank of one pipeline stage holds, as named terms that add up.
 
 Activations follow Korthikanti et al. (2022), byte by byte: what each operation of a layer keeps
 for its backward pass, what tensor and sequence parallelism divide, how many micro-batches are in
@@ -61,7 +61,14 @@ def stage_parameters(
 ) -> Numbers:
     """Parameters on one rank of pipeline rank `stage` before sharding divides them: exact."""
     layers = layers_of_stage(network, spread, stage)
-    layer = network.divided_parameters / spread.mp + network.whole_parameters
+    ends = end_parameters(network, spread, stage, mp_rank)
+    return layers * network.layer_share(spread.mp) + ends
+
+
+def end_parameters(
+    network: Network, spread: Spread, stage: Numbers, mp_rank: Numbers = 0
+) -> Numbers:
+    """Of these, embeddings, last norm and head."""
     first, last = stage_ends(spread, stage)
     word = own_words(network, spread, mp_rank) * network.hidden
     # On one rank both ends share the embedding only if they are one stage.
@@ -70,12 +77,13 @@ def stage_parameters(
     tables = np.where(first, word + network.positions * network.hidden, 0) + np.where(
         separate, word, 0
     )
-    return layers * layer + tables + np.where(last, network.last_norm, 0)
+    return tables + np.where(last, network.last_norm, 0)
 
 
 def stage_matrices(network: Network, spread: Spread, stage: Numbers) -> Numbers:
     """Of these, numbers in the matrices that Muon may update."""
-    each = network.divided_matrices / spread.mp + network.whole_matrices
+    own = network.matrices - network.shared_matrices
+    each = own / spread.mp + network.shared_matrices / network.key_pieces(spread.mp)
     return layers_of_stage(network, spread, stage) * each
 
 
@@ -99,10 +107,8 @@ def _wide_parameters(
 ) -> Numbers:
     """Of these, what sharding gathers in fp32 where it gathers the rest in low precision."""
     layers = layers_of_stage(network, spread, stage)
-    matrices = layers * (network.layer_parameters - network.layer_norms)
-    in_slices = layers * network.divided_parameters * (1 - 1 / np.asarray(spread.mp))
-    rest = stage_parameters(network, spread, stage) - (matrices - in_slices)
-    return np.where(software.wide_gathers, rest, 0)
+    wide = layers * network.norm_share(spread.mp) + end_parameters(network, spread, stage)
+    return np.where(software.wide_gathers, wide, 0)
 
 
 def gathered_bytes(
@@ -142,42 +148,88 @@ def micro_batches_in_flight(spread: Spread, stage: Numbers) -> Numbers:
 
 def activation_bytes(network: Network, spread: Spread, software: Software) -> dict[str, Numbers]:
     """Bytes one layer keeps of one micro-batch, by recompute mode; "none" keeps all."""
-    t, unit = spread.mp, spread.micro_batch * network.seq * network.hidden / spread.context
-    c = software.compute_bytes
+    t, tokens = spread.mp, spread.micro_batch * network.seq / spread.context
+    c, post = software.compute_bytes, np.asarray(network.post_norm)
     split = np.where(spread.sequence_parallel, t, 1)
     mask = np.where(network.hidden_dropout, software.mask_bytes, 0)
-    kv = network.kv_share
-    wide = network.ffn / network.hidden * np.where(network.gated, 3, 2)
-    norms = 2 * software.norm_bytes / split
     # With sequence parallelism a block keeps its own positions and gathers again.
-    attention_in = mlp_in = (c + mask) / split
-    remade = np.where(software.remakes_norms, 2 * c / split, 0.0) + np.where(
-        software.remakes_activation, c * network.ffn / network.hidden / t, 0.0
-    )
-    heads = c * (2 + 2 * kv) / t  # query, keys, values, and what the output projection reads
-    table = np.where(network.attention_dropout, 2 * c + software.mask_bytes, c) / t
-    sequences = spread.micro_batch / spread.context
-    scores = np.where(
-        software.flash,
-        4 * network.heads * network.seq * sequences / t,
-        table * network.heads * network.seq * network.seq * sequences,
-    )
-    rest = unit * (norms + attention_in + heads + mlp_in + c * wide / t)
-    entered = unit * software.residual_bytes / split
+    inputs = 2 * (c + mask) / split * network.hidden
+    norms = _norm_bytes(network, software) / split * network.hidden
+    # Recomputed, a block keeps the stream it is given, which a product would have cast.
+    whole_input = np.where(post, software.residual_bytes - c, 0) / split * network.hidden
+    inner = _inner_bytes(network, software) * network.ffn / t
+    remade = np.where(np.asarray(software.remakes_norms) & ~post, 2 * c, 0) / split * network.hidden
+    # Its own result is what squared ReLU keeps, and made again it needs what went in.
+    remakes_inner = np.asarray(software.remakes_activation) & ~np.asarray(network.squared_relu)
+    remade = remade + np.where(remakes_inner, c, 0) * network.ffn / t
+    query, key = network.query_width / t, network.key_width / network.key_pieces(t)
+    heads, heads_alone = _heads_bytes(network, software, query, key)
+    table = np.where(network.attention_dropout, 2 * c + software.mask_bytes, c)
+    own_heads = network.heads / t
+    scores = own_heads * tokens * np.where(software.flash, 4, table * network.seq)
+    rest = tokens * (norms + inputs + inner)
+    entered = tokens * network.hidden * software.residual_bytes / split
     # Of qkv, up and, where it is no partial sum, out; of attention without the table of scores.
-    up = network.ffn / network.hidden * np.where(network.gated, 2, 1)
-    products = unit * c * ((1 + 2 * kv + up) / t + np.where(np.asarray(t) > 1, 0, 1))
-    attention = np.where(software.flash, unit * c / t + scores, 0)
+    up = network.ffn / t * np.where(network.gated, 2, 1)
+    out = np.where(np.asarray(t) > 1, 0, network.hidden)
+    products = tokens * c * (query + 2 * key + up + out)
+    attention = np.where(software.flash, tokens * c * query + scores, 0)
     ops = entered + np.where(spread.keeps_products, products, 0)
     return {
         "none": rest
+        + tokens * heads
         + scores
-        - np.where(np.asarray(spread.recompute) == "none", unit * remade, 0.0),
-        "core_attn": rest,
-        "full_attn": unit * (norms + attention_in + mlp_in + c * wide / t),
+        - np.where(np.asarray(spread.recompute) == "none", tokens * remade, 0.0),
+        "core_attn": rest + tokens * heads_alone,
+        "full_attn": rest + tokens * whole_input,
         "ops": ops + np.where(spread.keeps_attention, attention, 0),
         "full": entered,
     }
+
+
+def _norm_bytes(network: Network, software: Software) -> Numbers:
+    """Of a layer's two norms, for each number of the stream."""
+    rms, post = np.asarray(network.rms), np.asarray(network.post_norm)
+    given = np.where(post, software.compute_bytes, software.residual_bytes)
+    each = np.where(rms & np.asarray(software.own_kernels), given, software.norm_bytes)
+    # Both read the same, which each keeps by itself only where it is cast for it.
+    same = np.asarray(network.parallel_residual) & (each == given)
+    between = np.where(rms & ~np.asarray(software.whole_rms), 4, 0)
+    return np.where(same, 1, 2) * each + 2 * between
+
+
+def _inner_bytes(network: Network, software: Software) -> Numbers:
+    """Of the feed-forward block, for each number of its inner width: before the activation and
+    after it; gated, two before it, and in several steps what the one gave alone."""
+    gated = np.where(software.whole_gates, 3, 4)
+    return software.compute_bytes * np.where(network.gated, gated, 2)
+
+
+def _heads_bytes(
+    network: Network, software: Software, query: Numbers, key: Numbers
+) -> tuple[Numbers, Numbers]:
+    """For each token, where a rank's queries and keys are so wide: what is kept of these, of values
+    and of what the output projection reads; and the same where attention is recomputed."""
+    c, own_kernels = np.asarray(software.compute_bytes), np.asarray(software.own_kernels)
+    normalized = np.asarray(network.qk_norm) != "none"
+    # Attention keeps what it is given: of what is rotated before it, copies.
+    rotated = (np.asarray(network.rotary_size) > 0) & ~own_kernels
+    # Where each head has keys and values of its own, queries, keys and values are one product, and
+    # values keep all of it, whatever has been made of the rest.
+    grouped = np.asarray(network.shared_heads) != network.heads
+    alone = query + 2 * key + np.where(normalized & ~grouped, query + key, 0)
+    made = query + 2 * key + np.where((normalized | rotated) & ~grouped, query + key, 0)
+    # A norm of heads keeps what it is given, which is cast to fp32 but for our kernel; one over all
+    # heads, or in steps, also what it multiplies by its weight.
+    of_all, rms = np.asarray(network.qk_norm) == "all_heads", np.asarray(network.rms)
+    takes_any = rms & ~of_all & own_kernels
+    uncast = np.where(grouped, c, 0)
+    given = np.where(takes_any, uncast, np.where(c < 4, 4, uncast))
+    steps = np.where(of_all | (rms & ~np.asarray(software.whole_rms)), 4, 0)
+    head_size = network.query_width / network.heads
+    sums = np.where(of_all, 0, np.where(rms, 4, 8) / head_size)
+    norms = np.where(normalized, given + steps + sums, 0) * (query + key)
+    return c * (made + query) + norms, c * (alone + query) + norms
 
 
 def memory_of(
@@ -205,6 +257,21 @@ def memory_of(
         {"fixed": software.reserve_bytes / 1e9, "share": software.reserve_share},
     )
     return Breakdown(terms)
+
+
+def holding_of(
+    network: Network, spread: Spread, software: Software, stage: Numbers, mp_rank: Numbers = 0
+) -> dict[str, Numbers]:
+    """Bytes of a rank when its gradients are whole, before the update, and no weight is gathered:
+    what `--dry-run` counts. Exact where sharding divides the rows of every parameter."""
+    divided = np.asarray(spread.sharding) > 1
+    own = stage_parameters(network, spread, stage, mp_rank) / spread.sharding
+    return {
+        "weights": np.where(divided, 0, software.weight_bytes) * own,
+        "masters": np.where(divided, 4, software.master_bytes) * own,
+        "gradients": software.gradient_bytes * own,
+        "moments": software.moment_bytes * own,
+    }
 
 
 def _states(
@@ -303,6 +370,11 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
     first, last = stage_ends(spread, stage)
     mask = software.mask_bytes * np.where(network.hidden_dropout, 1, 0)
     embedded = np.where(first, flight * tokens * network.hidden * mask / split, 0)
+    # Rotary positions and windows, which all layers of a stage have in common.
+    common = 4 * np.asarray(network.rotary_size) + np.where(
+        software.masks_windows, network.windows * network.seq * software.compute_bytes, 0
+    )
+    embedded = embedded + flight * spread.virtual * tokens * common
     final = np.where(
         last,
         tokens * network.hidden * (software.norm_bytes + software.compute_bytes) / split,
@@ -311,7 +383,8 @@ def _activations(network: Network, spread: Spread, software: Software, stage: Nu
     return Term(
         flight * held + working + embedded + final,
         "{flight:.3g} in flight x {layers:.0f} layers x {each:.4g} MB ({mode}) "
-        "+ {working:.4g} MB of the current layer + {rest:.4g} MB of embedding and last norm",
+        "+ {working:.4g} MB of the current layer + {rest:.4g} MB of embedding, positions and last "
+        "norm",
         {
             "flight": flight,
             "layers": layers,
@@ -349,17 +422,18 @@ def _buffers(
     network: Network, spread: Spread, software: Software, stage: Numbers, parameters: Numbers
 ) -> Term:
     """Casts, gathered layers and gradients on their way, messages between stages."""
-    layer = network.divided_parameters / spread.mp + network.whole_parameters
+    layer = network.layer_share(spread.mp)
     level, divided = np.asarray(spread.stage), np.asarray(spread.sharding) > 1
-    first, last = stage_ends(spread, stage)
-    tables = np.where(first | last, own_words(network, spread), 0) * network.hidden
-    # In stage 3 the tables, which both ends of the network use, and two layers.
+    last = stage_ends(spread, stage)[1]
+    word = own_words(network, spread) * network.hidden
+    # In stage 3 what both ends of the network have, and two layers.
+    tables = end_parameters(network, spread, stage)
     table_bytes = np.where(software.wide_gathers, 4, software.gather_bytes)
     both = 2 * software.gather_bytes * layer + table_bytes * tables
     gathered = np.where(divided & (level == 3), both, 0.0)
     scattered = np.where(divided & (level >= 2), 2 * software.gradient_bytes * layer, 0.0)
     # Sharded, what is gathered has been cast already, but for the head.
-    casts = software.cast_bytes * np.where(divided, np.where(last, tables, 0), parameters)
+    casts = software.cast_bytes * np.where(divided, np.where(last, word, 0), parameters)
     head = np.where(
         last,
         np.where(np.isfinite(software.logit_tokens), 4.0, 0.0)
@@ -398,110 +472,3 @@ def fullest_stage(
         total = memory_of(network, spread, software, stage).total
         fullest, most = np.where(total > most, stage, fullest), np.maximum(total, most)
     return memory_of(network, spread, software, fullest), fullest
-
-
-# -- bytes sent -----------------------------------------------------------------------------------
-#
-# An all-reduce counts twice its tensor, as a ring moves it; a gather or a scatter its whole tensor
-# once; a message between stages once, where it is sent.
-
-
-def traffic_of(
-    network: Network, spread: Spread, software: Software, stage: Numbers = 0
-) -> dict[str, Numbers]:
-    """What a rank of pipeline rank `stage` sends in a step, by axis: what `--dry-run` counts."""
-    return {
-        "mp": _model_parallel(network, spread, software, stage),
-        "sharding": _sharding(network, spread, software, stage),
-        "dp": _replicas(network, spread, software, stage),
-        "pp": _messages(network, spread, software, stage),
-        "pp ends": _tied(network, spread, software, stage),
-        "muon": muon_bytes(network, spread, software, stage),
-    }
-
-
-def muon_bytes(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
-    """What Muon's ranks send others in a step, on average: each matrix of a stage is gathered on
-    one of its ranks, and goes back in rectangles to all of them."""
-    layers = layers_of_stage(network, spread, stage)
-    matrices = layers * (network.divided_matrices + network.whole_matrices)
-    ranks = np.asarray(spread.dp) * spread.sharding * spread.mp
-    pieces = np.asarray(spread.sharding) * spread.mp
-    each = (1 - 1 / pieces) + (ranks - 1) / pieces
-    return np.where(software.ns_steps, software.ns_bytes * matrices / ranks * each, 0)
-
-
-def _model_parallel(
-    network: Network, spread: Spread, software: Software, stage: Numbers
-) -> Numbers:
-    """Two blocks a layer; each all-reduces its output and, backward, the gradient of its input. In
-    pieces of the sequence the sums are gathers and scatters, which move half as much each."""
-    first, last = stage_ends(spread, stage)
-    unit = spread.micro_batch * network.seq * network.hidden
-    given, taken = software.compute_bytes * unit, software.residual_bytes * unit
-    by_sequence = np.asarray(spread.sequence_parallel)
-    mode, early = np.asarray(spread.recompute), np.asarray(software.stops_early)
-    # Forward again: of each block the gather, and its sum unless nothing asks for it.
-    enters = np.where(by_sequence, given, 0)
-    leaves = np.where(by_sequence, given, 2 * given)
-    full = 2 * enters + np.where(early, 1, 2) * leaves
-    attention = enters + np.where(early, 0, 1) * leaves
-    whole = np.isin(mode, ("full", "ops"))
-    repeated = np.where(whole, full, np.where(mode == "full_attn", attention, 0))
-    # A block that takes pieces gathers them twice, to multiply and for its weights' gradient.
-    block = np.where(by_sequence, 4 * given + taken, 2 * given + 2 * taken)
-    word = np.where(first, 2 * taken, 0)
-    losses = 2 * 12 * spread.micro_batch * network.seq  # the largest logit and two sums, in fp32
-    head = np.where(last, 2 * taken + losses, 0)
-    layers = layers_of_stage(network, spread, stage)
-    # Each rank's gradient of what is applied between blocks is only of its own positions.
-    between = layers * network.whole_parameters + np.where(last, network.last_norm, 0)
-    between = between + np.where(first, network.positions * network.hidden, 0)
-    once = np.where(by_sequence, 2 * 4 * between, 0)
-    again, pieces = recomputed_layers(network, spread, stage)
-    # Of layers recomputed together only the last can stop early.
-    unstopped = np.where((mode == "full") & early, (again - pieces) * leaves, 0)
-    each = layers * 2 * block + again * repeated + unstopped + word + head
-    return np.where(np.asarray(spread.mp) > 1, spread.micro_batches * each + once, 0)
-
-
-def _sharding(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
-    gather = gathered_bytes(network, spread, software, stage)
-    scatter = software.reduce_bytes * stage_parameters(network, spread, stage)
-    first, last = stage_ends(spread, stage)
-    word = own_words(network, spread) * network.hidden
-    # The tables are wanted at both ends of the network and stay gathered in between.
-    kept = np.where(first, word + network.positions * network.hidden, np.where(last, word, 0))
-    m, level = spread.micro_batches, np.asarray(spread.stage)
-    twice = 2 * gather - np.where(software.wide_gathers, 4, software.gather_bytes) * kept
-    moved = np.where(
-        level == 3, m * (twice + scatter), gather + np.where(level == 2, m, 1) * scatter
-    )
-    return np.where(np.asarray(spread.sharding) > 1, moved, 0)
-
-
-def _replicas(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
-    held = stage_parameters(network, spread, stage) / spread.sharding
-    return np.where(np.asarray(spread.dp) > 1, 2 * software.reduce_bytes * held, 0)
-
-
-def _messages(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
-    """An output to the next stage and a gradient to the one before, where another rank has it."""
-    schedule, v = np.asarray(spread.schedule), spread.virtual
-    in_v = np.isin(schedule, V_SCHEDULES)
-    first = np.asarray(stage) == 0
-    final = np.asarray(stage) == spread.pp - 1
-    round_trip = 2 * v - np.where(first, 1, 0) - np.where(final, 1, 0)
-    # There and back: the turning point is on one rank, and so are both ends.
-    sends = np.where(in_v, 4 - np.where(first, 2, 0) - np.where(final, 2, 0), round_trip)
-    cut = np.where(spread.sequence_parallel, spread.mp, 1)
-    message = software.residual_bytes * spread.micro_batch * network.seq * network.hidden / cut
-    return np.where(np.asarray(spread.pp) > 1, spread.micro_batches * sends * message, 0)
-
-
-def _tied(network: Network, spread: Spread, software: Software, stage: Numbers) -> Numbers:
-    """The gradient of the embedding, which the first and the last stage both hold."""
-    first, last = stage_ends(spread, stage)
-    one_end = (first ^ last) & (np.asarray(spread.pp) > 1) & np.asarray(network.tied)
-    words = np.ceil(own_words(network, spread) / spread.sharding) * network.hidden
-    return np.where(one_end, 2 * 4 * words, 0)

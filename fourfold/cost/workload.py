@@ -8,7 +8,7 @@ such row. A `Workload` is the model and batch of one configuration, to be laid o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -37,25 +37,41 @@ class Network:
     seq: Numbers  # tokens per sample
     positions: Numbers  # rows of the learned position table; 0 for rotary positions
     kv_heads: Numbers = 0  # 0: as many as heads
+    head_size: Numbers = 0  # 0: hidden / heads
     gated: Numbers = False  # three feed-forward matrices instead of two
+    squared_relu: Numbers = False  # of two, which keeps its own result
+    rms: Numbers = False  # norms are RMSNorm
+    post_norm: Numbers = False  # norms come after attention and the feed-forward block
+    parallel_residual: Numbers = False  # both read the layer's input
+    qk_norm: Numbers = "none"
+    rotary_size: Numbers = 0  # numbers of each head that are rotated
+    windows: Numbers = 0  # kinds of sliding windows shorter than a sequence
     tied: Numbers = True  # the head is the embedding
     hidden_dropout: Numbers = True
     attention_dropout: Numbers = True
     divided_parameters: Numbers = 0  # of one layer: what tensor parallelism divides
+    # Of these, what it cuts into no more pieces than there are key-value heads.
+    shared_parameters: Numbers = 0
     whole_parameters: Numbers = 0  # of one layer: norms, biases added after a sum over ranks
-    layer_norms: Numbers = 0  # of these, the norms
-    divided_matrices: Numbers = 0  # of one layer's divided parameters, those that Muon may update
-    whole_matrices: Numbers = 0
+    head_parameters: Numbers = 0  # of these, what is applied to each rank's own heads
+    layer_norms: Numbers = 0  # of one layer, whole
+    divided_norms: Numbers = 0  # of queries, over all heads
+    shared_norms: Numbers = 0  # of keys, over all heads
+    matrices: Numbers = 0  # of one layer: those that Muon may update
+    shared_matrices: Numbers = 0  # of these, keys' and values'
     newton_schulz: Numbers = 0  # FLOPs of one iteration for the matrices of one layer
     last_norm: Numbers = 0
+    joint_products: Numbers = True  # one of q, k and v where heads share these, one of gate and up
 
     @classmethod
     def of(cls, shape: ModelShape, seq: int) -> Network:
         """A network of ours, in sequences of `seq` tokens; its table says what it has."""
         table = table_of(shape)
         layer = table.layer()
-        cut = [row.numel for row in layer if row.split_dim is not None]
-        uncut = [row.numel for row in layer if row.split_dim is None]
+        uncut = [row for row in layer if row.split_dim is None]
+        cut = [row for row in layer if row.split_dim is not None]
+        shared = [row for row in cut if row.most_pieces is not None]
+        windows = {shape.window_of(number) for number in range(shape.num_layers)}
         return cls(
             layers=shape.num_layers,
             hidden=shape.hidden_size,
@@ -64,35 +80,117 @@ class Network:
             vocab=shape.vocab_size,
             seq=seq,
             positions=sum(row.shape[0] for row in table.at("first") if row.split_dim is None),
+            kv_heads=shape.key_value_heads,
+            head_size=shape.head_size,
+            gated=shape.is_gated,
+            squared_relu=shape.activation == "relu_squared",
+            rms=shape.normalization == "RMSNorm",
+            post_norm=shape.norm_placement == "post",
+            parallel_residual=shape.parallel_residual,
+            qk_norm=shape.qk_norm,
+            rotary_size=shape.rotary_size,
+            windows=sum(window is not None and window < seq for window in windows),
             tied=table.tied is not None,
             hidden_dropout=shape.hidden_dropout_prob > 0,
             attention_dropout=shape.attention_probs_dropout_prob > 0,
-            divided_parameters=sum(cut),
-            whole_parameters=sum(uncut),
-            divided_matrices=sum(
-                row.numel for row in layer if is_muons(row) and row.split_dim is not None
-            ),
-            whole_matrices=sum(
-                row.numel for row in layer if is_muons(row) and row.split_dim is None
-            ),
+            divided_parameters=_numel(cut),
+            shared_parameters=_numel(shared),
+            whole_parameters=_numel(uncut),
+            head_parameters=_numel(row for row in uncut if row.partial_gradient == "heads"),
+            layer_norms=_numel(row for row in uncut if row.kind == "norm"),
+            divided_norms=_numel(row for row in cut if row.kind == "norm" and row not in shared),
+            shared_norms=_numel(row for row in shared if row.kind == "norm"),
+            last_norm=_numel(row for row in table.at("last") if row.kind == "norm"),
+            joint_products=False,
+            matrices=_numel(row for row in layer if is_muons(row)),
+            shared_matrices=_numel(row for row in shared if is_muons(row)),
             newton_schulz=sum(newton_schulz_flops(*row.shape) for row in layer if is_muons(row)),
-            layer_norms=sum(row.numel for row in layer if row.kind == "norm"),
-            last_norm=sum(row.numel for row in table.at("last") if row.kind == "norm"),
         )
+
+    @property
+    def shared_heads(self) -> Numbers:
+        """Heads of keys and values."""
+        return np.where(np.asarray(self.kv_heads) > 0, self.kv_heads, self.heads)
+
+    @property
+    def query_width(self) -> Numbers:
+        """Of all heads of queries."""
+        head_size = np.where(
+            np.asarray(self.head_size) > 0, self.head_size, self.hidden / self.heads
+        )
+        return self.heads * head_size
+
+    @property
+    def key_width(self) -> Numbers:
+        """Of all heads of keys, and of values."""
+        return self.query_width * self.kv_share
+
+    def key_pieces(self, mp: Numbers) -> Numbers:
+        """Different parts that model parallelism makes of keys and values."""
+        return np.minimum(mp, self.shared_heads)
 
     @property
     def kv_share(self) -> Numbers:
         """Width of keys (or values) over that of queries."""
-        return np.where(np.asarray(self.kv_heads) > 0, self.kv_heads, self.heads) / self.heads
+        return self.shared_heads / self.heads
 
     @property
     def layer_parameters(self) -> Numbers:
         return self.divided_parameters + self.whole_parameters
 
+    def layer_share(self, mp: Numbers) -> Numbers:
+        """Parameters of one layer on one of `mp` ranks."""
+        own = self.divided_parameters - self.shared_parameters
+        return own / mp + self.shared_parameters / self.key_pieces(mp) + self.whole_parameters
+
+    def norm_share(self, mp: Numbers) -> Numbers:
+        """Of these, those of norms."""
+        shared = self.shared_norms / self.key_pieces(mp)
+        return self.layer_norms + self.divided_norms / mp + shared
+
     @property
     def parameters(self) -> Numbers:
         tables = np.where(self.tied, 1, 2) * self.vocab + self.positions
         return self.layers * self.layer_parameters + tables * self.hidden + self.last_norm
+
+
+def options_of(shape: ModelShape) -> str:
+    """What makes it another network than GPT-2, in words; empty where nothing does."""
+    positions = {
+        "learned": "",
+        "none": "no positions",
+        "rotary": f"rotary positions of theta {shape.rope_theta:g}",
+    }[shape.position_embedding]
+    if shape.rotary_size and shape.partial_rotary_factor < 1:
+        positions += f" on {shape.rotary_size} of {shape.head_size} numbers of a head"
+    if shape.rotary_size and shape.rope_scaling.type != "none":
+        positions += f", stretched {shape.rope_scaling.factor:g} times ({shape.rope_scaling.type})"
+    shared, width = shape.key_value_heads, shape.num_attention_heads * shape.head_size
+    chosen = shape.sliding_window_layers
+    where = "" if chosen is None else f" in {len(chosen)} layer(s)"
+    said = [
+        positions,
+        shape.normalization if shape.normalization != "LayerNorm" else "",
+        "norms after the blocks" if shape.norm_placement == "post" else "",
+        "parallel residual" if shape.parallel_residual else "",
+        f"normalized queries and keys ({shape.qk_norm})" if shape.qk_norm != "none" else "",
+        shape.activation if shape.activation != "gelu_tanh" else "",
+        f"{shared} key-value heads" if shared != shape.num_attention_heads else "",
+        f"heads of {shape.head_size}" if width != shape.hidden_size else "",
+        {"all": "", "none": "no biases", "qkv": "biases of q, k and v alone"}[shape.bias],
+        "" if shape.tie_word_embeddings else "own head",
+        f"a window of {shape.sliding_window} tokens{where}" if shape.sliding_window else "",
+        f"scores times {shape.attention_scale:g}" if shape.attention_scale else "",
+        f"embeddings times {shape.embedding_scale:g}" if shape.embedding_scale != 1 else "",
+        f"logits times {shape.logit_scale:g}" if shape.logit_scale != 1 else "",
+        f"logits within {shape.logit_softcap:g}" if shape.logit_softcap else "",
+        f"z-loss {shape.z_loss:g}" if shape.z_loss else "",
+    ]
+    return ", ".join(one for one in said if one)
+
+
+def _numel(rows: Iterable[Param]) -> int:
+    return sum(row.numel for row in rows)
 
 
 @dataclass(frozen=True)
@@ -159,6 +257,13 @@ class Software:
     stops_early: Numbers = False  # recomputing leaves out a block's last sum, which nobody needs
     remakes_norms: Numbers = False  # their results are made again where a layer keeps the rest
     remakes_activation: Numbers = False  # and so is the one between the MLP's two products
+    # Each is one kernel, which keeps what goes into it alone; else also what is between its steps.
+    whole_rms: Numbers = True
+    whole_gates: Numbers = True
+    # Our own kernels for processors: RMSNorm takes and keeps its input in whatever type it has, and
+    # attention rotates queries and keys as it reads them.
+    own_kernels: Numbers = False
+    masks_windows: Numbers = False  # sliding windows are a table of what a token may attend to
     flash: Numbers = True  # attention never holds the table of scores
     attention_rate: Numbers = 1.0  # of fused attention over the first FlashAttention's
     tensor_overlap: Numbers = 0.0  # share of tensor parallelism's messages beside products
@@ -218,7 +323,8 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
     precision, model = config.Engine.mix_precision, config.Model
     low = precision.dtype != "float32"
     kernels = on_cpu and usable(torch.device("cpu"), getattr(torch, precision.dtype))
-    remakes = on_cpu and config.Engine.graph_mode == "dynamic"
+    compiled = config.Engine.graph_mode == "static"
+    remakes = on_cpu and not compiled
     sharding = config.Distributed.sharding
     level = precision.level or default_level(precision.dtype, on_cpu=on_cpu)
     masters = level == "O2"
@@ -245,20 +351,33 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         stops_early=True,
         remakes_norms=remakes and (sharding.sharding_degree == 1 or sharding.sharding_stage < 3),
         remakes_activation=remakes,
+        whole_rms=compiled or kernels or not on_cpu,
+        whole_gates=compiled or kernels,
+        own_kernels=kernels,
+        masks_windows=not kernels,
         # On a CPU torch has no flash attention with dropout; our own kernel is one.
         flash=kernels or not (on_cpu and model.attention_probs_dropout_prob > 0),
         # A processor's masks are numbers to multiply with.
         mask_bytes=(2 if low else 4) if on_cpu else 1,
-        # In place, by our own kernel in low precision too; else there are fp32 probabilities and
-        # the gradient besides.
-        logit_bytes=4 if not low else 2 if kernels and config.Distributed.mp_degree == 1 else 8,
+        logit_bytes=_logit_bytes(config, low=low, kernels=kernels),
         logit_tokens=model.loss_chunk_tokens or default_chunk_tokens(on_cpu=on_cpu),
         # A processor that moves messages does not compute meanwhile.
         overlap=0.0 if on_cpu else 1.0,
-        fused=config.Engine.graph_mode == "static",
+        fused=compiled,
         reserve_bytes=CONTEXT_BYTES_CPU if on_cpu else CONTEXT_BYTES,
         reserve_share=0.0 if on_cpu else FRAGMENTATION,
     )
+
+
+def _logit_bytes(config: Config, *, low: bool, kernels: bool) -> int:
+    """In place, by our own kernel in low precision too; else there are fp32 probabilities and the
+    gradient besides. Capped softly, there are those before and after, their slope and its square.
+    """
+    model = config.Model
+    if model.logit_softcap is not None:
+        return 14 if low else 16
+    in_place = kernels and config.Distributed.mp_degree == 1 and model.z_loss == 0
+    return 4 if not low else 2 if in_place else 8
 
 
 def spread_of(config: Config) -> Spread:
@@ -303,7 +422,7 @@ class Workload:
     def checkpoint_bytes(self) -> float:
         """The fp32 weights and what the optimizer keeps of them."""
         network, software = self.network, self.software
-        matrices = network.layers * (network.divided_matrices + network.whole_matrices)
+        matrices = network.layers * network.matrices
         spared = (software.moment_bytes - software.matrix_moment_bytes) * matrices
         return float((4 + software.moment_bytes + software.ema_bytes) * self.parameters - spared)
 

@@ -20,6 +20,7 @@ from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
 from fourfold.engine.run_data import open_run_data
+from fourfold.engine.saving import OpenForeign, check_foreign
 from fourfold.mesh import Mesh, connect
 from fourfold.optim import build_optimizer
 from fourfold.parallel import layout_of, parallelize
@@ -28,11 +29,15 @@ __all__ = ["Engine", "build_engine"]
 
 
 def build_engine(
-    config: Config, world_size: int = 1, prediction: Prediction | None = None
+    config: Config,
+    world_size: int = 1,
+    prediction: Prediction | None = None,
+    open_foreign: OpenForeign | None = None,
 ) -> Engine:
     """The run that `config` describes, on this rank of `world_size`.
 
     `prediction` is what a plan predicted for this run; it is compared with what happens.
+    `open_foreign` opens what `ckpt_dir` names where that is another program's checkpoint.
     """
     heartbeat.beat(0, "start")
     layout = layout_of(config)
@@ -46,9 +51,11 @@ def build_engine(
     )
     # Before allocating memory that another run in the same directory may need.
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
+    if open_foreign is not None:
+        mesh.on_all_ranks(lambda: check_foreign(config, open_foreign))
     runner = parallelize(config, mesh, device)
     optimizer = build_optimizer(config, runner)
-    return Engine(config, data, runner, optimizer, claimed, prediction)
+    return Engine(config, data, runner, optimizer, claimed, prediction, open_foreign)
 
 
 def _claim(config: Config, mesh: Mesh) -> Claim | None:

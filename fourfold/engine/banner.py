@@ -11,6 +11,7 @@ from dataclasses import replace
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.rank_memory import RankMemory, rank_memory, recomputed_in_all
+from fourfold.cost.workload import options_of
 from fourfold.data import Mixture
 from fourfold.data.mixture import shares_of
 from fourfold.data.samples import PARTS
@@ -32,14 +33,24 @@ def describe(
     parameters = count_parameters(shape)
     tokens = batch.global_batch_size * seq_len
     recompute = Recompute.of(config.Model) or "off"
+    fresh = untrained_loss(
+        shape.vocab_size, shape.hidden_size, shape.initializer_range, shape.output_scale
+    )
     yield f"layout: {layout} on {runner.device}, {runner.precision}, recompute {recompute}"
     yield from describe_ranks(rank_memory(config))
     yield (
         f"model: {shape.num_layers} layers, hidden {shape.hidden_size}, "
         f"{shape.num_attention_heads} heads, vocabulary {shape.vocab_size}: "
-        f"{parameters:,} parameters; untrained loss near "
-        f"{untrained_loss(shape.vocab_size, shape.hidden_size, shape.initializer_range):.2f}"
+        f"{parameters:,} parameters; untrained loss near {fresh:.2f}"
     )
+    if options := options_of(shape):
+        yield f"network: {options}"
+    if shape.mup_base_width is not None:
+        ratio = shape.width_ratio
+        yield (
+            f"muP: {ratio:g} times as wide as {shape.mup_base_width}: in matrices of the layers "
+            f"initial deviation / {ratio**0.5:.3g}, learning rate / {ratio:g}; logits / {ratio:g}"
+        )
     if (grows := config.batch_schedule).ramp is not None:
         whole = grows.phases[-1]
         yield (

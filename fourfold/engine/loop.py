@@ -44,6 +44,7 @@ class Engine:
         optimizer: Optimizer,
         claim: Claim | None = None,
         prediction: Prediction | None = None,
+        open_foreign: saving.OpenForeign | None = None,
     ) -> None:
         """From the parts `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
@@ -52,6 +53,7 @@ class Engine:
         self.optimizer = optimizer
         self.claim = claim
         self.prediction = prediction
+        self.open_foreign = open_foreign
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)

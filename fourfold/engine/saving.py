@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from fourfold import __version__, checkpoint, heartbeat
 from fourfold.checkpoint import PendingSave
@@ -23,6 +24,7 @@ from fourfold.config import Config
 from fourfold.data.tokenizer_check import check_checkpoint_tokenizer
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
+from fourfold.model import ModelShape
 from fourfold.optim import LossScale, Optimizer
 from fourfold.parallel import Runner
 from fourfold.shards import Shard
@@ -31,6 +33,19 @@ from fourfold.signals import StopRequest
 if TYPE_CHECKING:
     from fourfold.engine.loop import Engine
 
+
+class ForeignWeights(Protocol):
+    """Another program's checkpoint, as the converters open it; the core does not know them."""
+
+    notes: list[str]
+
+    @property
+    def shape(self) -> ModelShape: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def tokenizer_identity(self) -> str | None: ...
+
+
+OpenForeign = Callable[[Path], AbstractContextManager[ForeignWeights]]
 
 # How long to wait before a save that failed is tried again, and how often.
 RETRY_SECONDS = (2.0, 10.0)
@@ -278,7 +293,8 @@ def resume(run: Engine) -> Restored | None:
     if told is None:
         return None
     source = SavedRun(**json.loads(told))
-    restored = _take_weights(run, source) if source.weights_only else _continue(run, source)
+    restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
+    restored = restore(run, source)
     sync_tied_copy(run.runner, run.optimizer)
     if run.optimizer.ema is not None and not source.has_ema:
         run.optimizer.ema.restart()
@@ -291,7 +307,7 @@ class SavedRun:
     """The checkpoint that would be resumed, and what its tensors are of."""
 
     where: str
-    weights_only: bool = False
+    kind: Literal["run", "weights", "foreign"] = "run"  # foreign: another program's
     optimizer: str = "AdamW"
     has_ema: bool = False
 
@@ -299,6 +315,8 @@ class SavedRun:
 def _choose(run: Engine) -> SavedRun | None:
     try:
         found = _source(run.config, run.output_dir)
+        if found is not None and run.open_foreign is not None and _is_foreign(found):
+            return SavedRun(str(found), "foreign")
         return None if found is None else _describe(found)
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
@@ -311,11 +329,11 @@ def _describe(where: Path) -> SavedRun:
         except CheckpointError:
             continue  # named to the user when the next one is resumed
         if state.get("weights_only"):
-            return SavedRun(str(where), weights_only=True)
+            return SavedRun(str(where), "weights")
         # Before there was a choice, it was AdamW without an average.
         section = (state.get("config") or {}).get("Optimizer") or {}
         has_ema = section.get("ema_decay") is not None
-        return SavedRun(str(where), False, section.get("name", "AdamW"), has_ema)
+        return SavedRun(str(where), "run", section.get("name", "AdamW"), has_ema)
     return SavedRun(str(where))
 
 
@@ -382,6 +400,48 @@ def _take_weights(run: Engine, source: SavedRun) -> Restored:
     )
     notices.append(f"starting at step 0 with the weights of {path}")
     return Restored(str(path), notices, is_weights_only=True)
+
+
+def _is_foreign(where: Path) -> bool:
+    return where.exists() and not checkpoint.candidates(where)
+
+
+def check_foreign(config: Config, open_foreign: OpenForeign) -> None:
+    """Before anything is built: another program's checkpoint must be of the network described."""
+    where = _source(config, Path(config.Engine.save_load.output_dir))
+    if where is None or not _is_foreign(where):
+        return
+    with open_foreign(where) as foreign:
+        if other := ModelShape.of(config.Model).other_settings(foreign.shape):
+            settings = " ".join(f"-o Model.{setting}" for setting in other)
+            raise UserError(
+                f"{where} holds another network than the Model section describes; give {settings}"
+            )
+
+
+def _take_foreign(run: Engine, source: SavedRun) -> Restored:
+    """Step 0 with the weights of another program's checkpoint."""
+    notices = run.mesh.on_all_ranks(lambda: _read_foreign(run, source.where))
+    notices.append(f"starting at step 0 with the weights of {source.where}")
+    return Restored(source.where, notices, is_weights_only=True)
+
+
+def _read_foreign(run: Engine, where: str) -> list[str]:
+    """Each rank reads all of it, one tensor at a time, and keeps what it holds."""
+    assert run.open_foreign is not None
+    tensors = tensors_to_load(run.runner, run.optimizer)
+    with run.open_foreign(Path(where)) as foreign:
+        about_data = check_checkpoint_tokenizer(
+            foreign.tokenizer_identity(),
+            run.data.sources,
+            where,
+            run.config.Data.dataset.allow_tokenizer_mismatch,
+        )
+        for name, tensor in foreign.tensors():
+            if shard := tensors.get(f"model.{name}"):
+                shard.copy_from(tensor)
+            heartbeat.alive()
+        return [*foreign.notes, *about_data]
 
 
 def _source(config: Config, output_dir: Path) -> Path | None:

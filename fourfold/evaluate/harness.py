@@ -37,6 +37,7 @@ class Answers:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int, seed: int) -> None:
         self._decoder = decoder
         self._tokenizer = tokenizer
+        self._begin = list(tokenizer.begin_ids) or [tokenizer.eos_id]
         self._batch_size = batch_size
         self._scorer = Scorer(decoder, batch_size)
         self._seed = seed
@@ -52,14 +53,14 @@ class Answers:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log-probability of each text from its first token on.
 
-        The first token is scored after an end of text. Windows lie side by side, each beginning
-        with the last token of the one before it; the last reaches back as far as the model's
-        positions do.
+        The first token is scored after what begins a text, or an end of text. Windows lie side by
+        side, each beginning with the last token of the one before it; the last reaches back as far
+        as the model's positions do.
         """
         requests, owners = [], []
         positions = self._scorer.max_tokens - 1
         for owner, text in enumerate(texts):
-            tokens = [self._tokenizer.eos_id, *self._tokenizer.encode(text)]
+            tokens = [*self._begin, *self._tokenizer.encode(text)]
             for start in range(0, len(tokens) - 1, positions):
                 stop = min(start + positions, len(tokens) - 1)
                 requests.append(
@@ -78,7 +79,7 @@ class Answers:
         groups = defaultdict(list)
         for place, (context, settings) in enumerate(requests):
             options, stop = self._options(dict(settings))
-            ids = self._tokenizer.encode(context) or [self._tokenizer.eos_id]
+            ids = self._tokenizer.encode_prompt(context) or self._begin
             room = self._decoder.max_positions - options.max_dec_len
             groups[options, stop].append((place, ids[-room:]))
         texts = [""] * len(requests)
@@ -101,10 +102,10 @@ class Answers:
         # Blanks belong to the word after them, which is how the tokenizer learned it.
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
-        before = self._tokenizer.encode(stripped)
-        whole = self._tokenizer.encode(stripped + continuation)
+        before = self._tokenizer.encode_prompt(stripped)
+        whole = self._tokenizer.encode_prompt(stripped + continuation)
         target = whole[len(before) :]
-        tokens = [*(before or [self._tokenizer.eos_id]), *target]
+        tokens = [*(before or self._begin), *target]
         if len(target) >= self._scorer.max_tokens:
             raise UserError(
                 f"a continuation of {len(target)} tokens does not fit into the model's "

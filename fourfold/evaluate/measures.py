@@ -205,8 +205,8 @@ def measure_cloze(scorer: Scorer, tokenizer: Tokenizer, file: Path, seq_len: int
 
 def cloze_request(tokenizer: Tokenizer, text: str, seq_len: int) -> ScoreRequest:
     word = text.split()[-1]
-    context = tokenizer.encode(text[: text.rindex(word)].strip())
-    target = tokenizer.encode(f" {word}")
+    context = tokenizer.encode_prompt(text[: text.rindex(word)].strip())
+    target = tokenizer.encode_continuation(f" {word}")
     # A long text loses its beginning; the window holds seq_len inputs and the last token.
     tokens = [*context, *target][-(seq_len + 1) :]
     return ScoreRequest(tokens, min(len(target), len(tokens) - 1))

@@ -148,7 +148,7 @@ def complete(
 
     results = generate(
         network,
-        [tokenizer.encode(one) if isinstance(one, str) else one for one in prompts],
+        [tokenizer.encode_prompt(one) if isinstance(one, str) else one for one in prompts],
         options,
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.vocab_size,
@@ -159,7 +159,9 @@ def complete(
     for prompt, continuations in enumerate(results):
         for number, result in enumerate(continuations):
             known = texts.get((prompt, number))
-            result.text = tokenizer.decode(result.ids) if known is None else known
+            if known is None:
+                known = tokenizer.decode(result.ids, skip_special=True, continues=True)
+            result.text = known
     return results
 
 
@@ -207,8 +209,10 @@ class TextStream:
 
     def _new_text(self) -> str:
         start = max(0, self._decoded - CONTEXT)
-        before = self._tokenizer.decode(self._ids[start : self._decoded])
-        return self._tokenizer.decode(self._ids[start:])[len(before) :]
+        return self._text(self._ids[start:])[len(self._text(self._ids[start : self._decoded])) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=True, continues=True)
 
     def _give(self, new: str, final: bool) -> str:
         text = self._held + new

@@ -11,7 +11,7 @@ Logits are those after the last token of a row, in float32. The cache is allocat
 Prompts of different lengths are padded after their end, where a causal network does not look, and
 rows of different lengths are masked, so a row is never affected by its neighbours.
 
-Letters: N rows, T positions, H heads, K head size, V vocabulary.
+Letters: N rows, T positions, H heads, G heads of keys and values, K head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fourfold.errors import UserError
 from fourfold.generate.packed import FusedGPT, PackedLinear, is_known
 from fourfold.generate.sharing import RowPart
 from fourfold.generate.weights import Format, set_format
-from fourfold.model.gpt import GPT, Attend
+from fourfold.model.gpt import GPT, Attend, scaled_queries
+from fourfold.model.positions import document_mask
 
 
 class SequenceModel(Protocol):
@@ -69,15 +70,16 @@ class Decoder:
             self.fused = FusedGPT(model, self.head)
         token = torch.zeros((1, 1), dtype=torch.long, device=next(model.norm.parameters()).device)
         # Keys and values have the type of what goes into the layers.
-        self._begin([model], model.embeddings(token, token), model.shape.num_attention_heads)
+        self._begin([model], model.embeddings(token, token), model.shape.key_value_heads)
 
     def _begin(self, parts: Sequence[GPT], like: Tensor, heads: int) -> None:
-        """Without rows yet; caches will be of `like`'s type and device, for `heads` heads."""
+        """Without rows yet; caches will be of `like`'s type and device, for `heads` heads of keys
+        and values."""
         self.device = like.device
         self.max_positions = parts[0].shape.max_position_embeddings
         self.lengths: list[int] = []
         self._layers = [number for part in parts for number in part.layers]
-        self._like, self._heads, self._head_size = like, heads, parts[0].shape.head_size
+        self._like, self._heads, self._shape = like, heads, parts[0].shape
         self._caches: dict[str, LayerCache] = {}
         self._rows = self._positions = 0
 
@@ -95,12 +97,13 @@ class Decoder:
         if self.fused is not None:
             self.fused.reserve(self._rows, self._positions)
             return
-        size = (self._rows, self._heads, self._positions, self._head_size)
+        size = (self._rows, self._heads, self._positions, self._shape.head_size)
         self._caches = {}
         for number in self._layers:
             # Zeros, because a masked place still counts, with weight zero, and must be a number.
             keys, values = self._like.new_zeros(size), self._like.new_zeros(size)
-            self._caches[number] = LayerCache(keys, values)
+            window = self._shape.window_of(int(number))
+            self._caches[number] = LayerCache(keys, values, window, self._shape.attention_scale)
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -121,7 +124,12 @@ class Decoder:
         positions = torch.arange(width, device=self.device)
         ends = torch.tensor(lengths, device=self.device) - 1
         padding = None if min(lengths) == width else positions > ends.unsqueeze(1)  # (N, T)
-        attends = {number: cache.reader(rows, padding) for number, cache in self._caches.items()}
+        windows = {cache.window for cache in self._caches.values()}
+        masks = {window: window_mask(window, width, self._like) for window in windows}
+        attends = {
+            number: cache.reader(rows, padding, masks[cache.window])
+            for number, cache in self._caches.items()
+        }
         logits = self._run(tokens, positions, attends, ends)
         self.lengths += lengths
         return logits
@@ -135,7 +143,7 @@ class Decoder:
             logits = self.fused.run(list(places), range(len(tokens)))
             self.lengths = [length + 1 for length in self.lengths]
             return logits
-        place = Place.of(self.lengths, self._like)
+        place = Place(self.lengths, self._like)
         attends = {number: cache.writer(place) for number, cache in self._caches.items()}
         inputs = torch.tensor(tokens, device=self.device).unsqueeze(1)  # (N, 1)
         logits = self._run(inputs, place.positions, attends, torch.zeros_like(inputs[:, 0]))
@@ -189,42 +197,65 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """The last step: hidden states (N, D) -> logits (N, V)."""
-        return self.head(self.model.norm(x)).float()
+        head, x = self.model.head, self.model.norm(x)
+        if head.scale != 1.0:
+            x = x * head.scale
+        return head.vocabulary.cap(self.head(x).float())
+
+
+def window_mask(window: int | None, length: int, like: Tensor) -> Tensor | None:
+    """Of prompts, which begin at the first position; None where no window is shorter than them."""
+    if window is None or window >= length:
+        return None
+    one_document = torch.zeros(1, length, dtype=torch.long, device=like.device)
+    return document_mask(one_document, like.dtype, window)
 
 
 class Place:
     """Where the next token of each row goes, and which positions it may attend to."""
 
-    def __init__(self, positions: Tensor, stop: int, at: int | None, mask: Tensor | None) -> None:
-        self.positions = positions  # (N, 1)
-        self.stop = stop  # positions beyond are of no row
-        self.at = at  # the one position, where all rows are of one length
-        self.mask = mask  # (N, 1, 1, T), where they are not
+    def __init__(self, lengths: Sequence[int], like: Tensor) -> None:
+        """Masks are of the type of `like`: kernels on GPUs want that of the queries."""
+        self.positions = torch.tensor(lengths, device=like.device).unsqueeze(1)  # (N, 1)
+        self.shortest, self.longest = min(lengths), max(lengths)
+        # The one position, where all rows are of one length.
+        self.at = self.longest if self.shortest == self.longest else None
+        self._like = like
+        self._masks: dict[int | None, Tensor | None] = {}
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], like: Tensor) -> Place:
-        """With a mask of the type of `like`: kernels on GPUs want that of the queries."""
-        device = like.device
-        positions = torch.tensor(lengths, device=device).unsqueeze(1)  # (N, 1)
-        longest = max(lengths)
-        if min(lengths) == longest:
-            return cls(positions, longest + 1, longest, None)
-        columns = torch.arange(longest + 1, device=device)
-        mask = like.new_zeros(len(lengths), longest + 1)
-        mask.masked_fill_(columns > positions, -torch.inf)
-        return cls(positions, longest + 1, None, mask[:, None, None])
+    def seen(self, window: int | None) -> slice:
+        """The positions any row may attend to."""
+        first = 0 if window is None else max(self.shortest + 1 - window, 0)
+        return slice(first, self.longest + 1)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """(N, 1, 1, T) over those positions, where rows are of different lengths."""
+        if self.at is None and window not in self._masks:
+            seen = self.seen(window)
+            columns = torch.arange(seen.start, seen.stop, device=self._like.device)
+            hidden = columns > self.positions
+            if window is not None:
+                hidden |= columns <= self.positions - window
+            mask = self._like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = mask[:, None, None]
+        return self._masks.get(window)
 
 
 class LayerCache:
-    """Keys and values of one layer, each (rows, H, positions, K)."""
+    """Keys and values of one layer, each (rows, G, positions, K), and how they are attended to:
+    by how many of the last tokens, and with what scores are multiplied by."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, window: int | None, scale: float | None
+    ) -> None:
         self.keys, self.values = keys, values
+        self.window, self.scale = window, scale
 
-    def reader(self, rows: slice, padding: Tensor | None) -> Attend:
+    def reader(self, rows: slice, padding: Tensor | None, mask: Tensor | None) -> Attend:
         """Attention of prompts to themselves; their keys and values go to the start of `rows`.
 
-        Positions in `padding` (N, T) become zeros: nobody checks that they are finite.
+        Positions in `padding` (N, T) become zeros: nobody checks that they are finite. `mask` is
+        the window's, where it is shorter than the prompts.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,12 +263,12 @@ class LayerCache:
                 k, v = (given.masked_fill(padding[:, None, :, None], 0) for given in (k, v))
             self.keys[rows, :, : q.shape[2]] = k
             self.values[rows, :, : q.shape[2]] = v
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self._attend(q, k, v, mask, is_causal=mask is None)
 
         return attend
 
     def writer(self, place: Place) -> Attend:
-        """Attention of one token of each row to all tokens of the row, itself included."""
+        """Attention of one token of each row to the tokens of the row, itself included."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = q.shape[0]
@@ -248,7 +279,16 @@ class LayerCache:
                 each = torch.arange(rows, device=q.device)
                 self.keys[each, :, place.positions[:, 0]] = k[:, :, 0]
                 self.values[each, :, place.positions[:, 0]] = v[:, :, 0]
-            keys, values = self.keys[:rows, :, : place.stop], self.values[:rows, :, : place.stop]
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=place.mask)
+            seen = place.seen(self.window)
+            keys, values = self.keys[:rows, :, seen], self.values[:rows, :, seen]
+            return self._attend(q, keys, values, place.mask(self.window))
 
         return attend
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
+        q, shares = scaled_queries(q, self.scale), k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=shares
+        )

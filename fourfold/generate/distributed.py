@@ -43,7 +43,8 @@ class DistributedDecoder(Decoder):
         for part in runner.parts:
             part.eval().requires_grad_(False)
         parts, layout = runner.parts, runner.mesh.layout
-        heads = parts[0].shape.num_attention_heads // layout.mp
+        # With fewer heads of keys and values than ranks, several ranks have the same one.
+        heads = max(parts[0].shape.key_value_heads // layout.mp, 1)
         like = torch.empty((), dtype=runner.precision.dtype, device=runner.device)
         self._begin(parts, like, heads)
 

@@ -1,13 +1,13 @@
 """Loading a trained model as a configuration names it: our checkpoints or another tool's.
 
 `Engine.save_load.ckpt_dir` names a Fourfold checkpoint or run, or a checkpoint of Hugging Face,
-FleetX or Megatron (see fourfold/convert), which then decides the sizes of the model itself.
+FleetX or Megatron (see fourfold/convert), which then decides the network and its sizes itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -126,15 +126,11 @@ def _empty(shape: ModelShape, device: torch.device) -> GPT:
 
 def model_sizes() -> list[str]:
     """The keys of `Model` that another tool's checkpoint decides."""
-    return [field.name for field in fields(ModelShape) if field.type == "int"]
+    return [field.name for field in ModelShape.network_fields()]
 
 
 def other_sizes(config: Config, shape: ModelShape) -> list[str]:
-    different = [
-        f"{name}={getattr(shape, name)}"
-        for name in model_sizes()
-        if getattr(shape, name) != getattr(config.Model, name)
-    ]
+    different = ModelShape.of(config.Model).other_settings(shape)
     return [f"the checkpoint decides the model: {', '.join(different)}"] if different else []
 
 

@@ -7,8 +7,8 @@ A packed matrix stands in the order in which products read it, for one row and f
 so there is one copy of the weights. The products of a row are the same to the bit whatever else is
 in the batch, and the same for a prompt as for one token at a time (fourfold/native/matrix.h).
 
-`PackedLinear` serves any network. `FusedGPT` knows the block of fourfold/model/gpt.py alone; other
-networks run through torch, with packed products.
+`PackedLinear` serves any network. `FusedGPT` knows the block of fourfold/model/gpt.py alone, with
+all its options; other networks run through torch, with packed products.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,19 @@ from torch import Tensor, nn
 from fourfold import native
 from fourfold.errors import UserError
 from fourfold.generate.sharing import RowPart
-from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, LayerNorm, Linear
+from fourfold.model.gpt import GPT, MLP, Attention, Block, Embedding, Embeddings, Head
+from fourfold.model.layers import LayerNorm, Linear, RMSNorm
+from fourfold.model.positions import rotation
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 LARGEST_HALF = 65504.0
 PANEL, BLOCK = 16, 64
 # Rows of one call: more would only need more memory, since the result is the same.
 ROWS_AT_ONCE = 512
+
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")
+# As fourfold/native/matrix.h numbers them; of a gated block, that of the gate.
+ACTIVATIONS = {"gelu_tanh": 1, "geglu": 1, "gelu": 2, "relu_squared": 3, "swiglu": 4}
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -49,22 +56,31 @@ class _Matrix(ctypes.Structure):
     ]
 
 
+class _Cache(ctypes.Structure):
+    _fields_ = [
+        *((name, _pointer) for name in ("keys", "values")),
+        *((name, _int64) for name in ("heads", "size", "positions", "half")),
+    ]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, _pointer) for name in ("norm1_weight", "norm1_bias")),
-        *((name, _pointer) for name in ("norm2_weight", "norm2_bias")),
-        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
-        *((name, _pointer) for name in ("keys", "values")),
+        *((f"{norm}_{part}", _pointer) for norm in NORMS for part in ("weight", "bias")),
+        *((name, _Matrix) for name in ("q", "k", "v", "out", "gate", "up", "down")),
+        ("cache", _Cache),
+        ("window", _int64),
     ]
 
 
 class _Network(ctypes.Structure):
     _fields_ = [
-        *((name, _int64) for name in ("layers", "hidden", "heads", "head_size", "ffn")),
-        *((name, _int64) for name in ("vocabulary", "positions", "half_cache")),
+        *((name, _int64) for name in ("layers", "hidden", "heads", "ffn", "vocabulary")),
+        *((name, _int64) for name in ("activation", "rms_norm", "post_norm", "parallel_residual")),
+        *((name, _int64) for name in ("norm_all_heads", "rotary_pairs")),
         *((name, _pointer) for name in ("layer", "norm_weight", "norm_bias", "head")),
-        *((name, _pointer) for name in ("words", "places")),
-        ("epsilon", ctypes.c_float),
+        *((name, _pointer) for name in ("half_words", "words", "places", "cosines", "sines")),
+        *((name, ctypes.c_float) for name in ("epsilon", "attention_scale", "embedding_scale")),
+        *((name, ctypes.c_float) for name in ("logit_scale", "logit_softcap")),
     ]
 
 
@@ -223,8 +239,9 @@ class HalfEmbedding(Embedding):
 def pack_model(model: GPT, kind: str) -> PackedLinear:
     """Replace every linear layer and the word embedding in place; returns the head.
 
-    Whole numbers are too coarse for the embedding, which is looked up and not read as a whole: with
-    them it keeps a table in half precision.
+    A tied embedding is the rows of the head. Whole numbers are too coarse for one, which is looked
+    up and not read as a whole: with them it keeps a table in half precision. So does one that is
+    not tied, except with float32.
     """
     table = model.embeddings.word.weight.data
     linears = [module for module in model.modules() if isinstance(module, Linear)]
@@ -239,27 +256,51 @@ def pack_model(model: GPT, kind: str) -> PackedLinear:
                 child.weight.data = torch.empty(0)  # the next one needs the memory
                 setattr(parent, name, PackedLinear(packed))
     head = PackedMatrix(kind, model.head_weight.data, None, memory)
-    if kind.startswith("int") or model.table.tied is None:
-        words: nn.Module = HalfEmbedding.of(table)
-    else:
-        words = PackedEmbedding(head)
-    model.embeddings.word = words  # type: ignore[assignment]
+    is_tied = model.table.tied is not None
+    if not is_tied:
+        model.head.weight.data = torch.empty(0)
+    if is_tied and not kind.startswith("int"):
+        model.embeddings.word = PackedEmbedding(head)  # type: ignore[assignment]
+    elif kind != "float32":
+        model.embeddings.word = HalfEmbedding.of(table)
     return PackedLinear(head)
 
 
 # -- the network in one call ----------------------------------------------------------------------
 
 
+# What decides the network that decode.c computes, and what does not matter to generation.
+KNOWN_OPTIONS = {
+    *("num_key_value_heads", "head_dim", "activation", "normalization", "norm_epsilon"),
+    *("norm_placement", "parallel_residual", "qk_norm", "bias", "tie_word_embeddings"),
+    *("position_embedding", "rope_theta", "partial_rotary_factor", "rope_scaling"),
+    *("sliding_window", "sliding_window_layers", "attention_scale", "embedding_scale"),
+    *("logit_scale", "logit_softcap", "z_loss", "hidden_dropout_prob", "initializer_range"),
+    *("attention_probs_dropout_prob", "depth_scaled_init", "fused_linear", "loss_chunk_tokens"),
+    *("mup_base_width", "network"),
+}
+
+
 def is_known(model: GPT) -> bool:
-    """Whether the network is, part by part, the one of fourfold/model/gpt.py."""
+    """Whether the network is, part by part, the one of fourfold/model/gpt.py, with options that the
+    kernels have."""
+    shape = model.shape
+    norm = RMSNorm if shape.normalization == "RMSNorm" else LayerNorm
+    options = [field for field in fields(shape) if field.default is not MISSING]
     return (
-        model.embeddings.position is not None
-        and isinstance(model.norm, LayerNorm)
+        all(
+            option.name in KNOWN_OPTIONS or getattr(shape, option.name) == option.default
+            for option in options
+        )
+        and shape.activation in ACTIVATIONS
+        and type(model.embeddings) is Embeddings
+        and type(model.head) is Head
+        and type(model.norm) is norm
         and all(
             type(layer) is Block
             and type(layer.attn) is Attention
             and type(layer.mlp) is MLP
-            and all(type(norm) is LayerNorm for norm in (layer.norm1, layer.norm2))
+            and all(type(each) is norm for each in (layer.norm1, layer.norm2))
             for layer in model.layers.values()
         )
     )
@@ -269,64 +310,94 @@ class FusedGPT:
     """The whole network in one call, with its cache of keys and values.
 
     The cache holds `rows` sequences; a token is computed with its sequence and its position. Keys
-    and values are float32, or with narrower weights float16.
+    and values are those of `num_key_value_heads`, float32, or with narrower weights float16.
     """
 
     def __init__(self, model: GPT, head: PackedLinear) -> None:
         self.shape, self.head = model.shape, head.matrix
-        assert model.embeddings.position is not None
+        shape, embeddings = self.shape, model.embeddings
         self._layers = (_Layer * len(model.layers))()
         self._kept: list[Any] = [model]  # what the pointers point to
-        for layer, module in zip(self._layers, model.layers.values()):
+        self._turns = torch.empty(0)
+        for layer, (number, block) in zip(self._layers, model.layers.items()):
             for name in ("norm1", "norm2"):
-                norm = getattr(module, name)
-                setattr(layer, f"{name}_weight", norm.weight.data_ptr())
-                setattr(layer, f"{name}_bias", norm.bias.data_ptr())
-            for name, linear in self._linears(module):
+                self._set_norm(layer, name, getattr(block, name))
+            if shape.qk_norm != "none":
+                for name in ("q_norm", "k_norm"):
+                    self._set_norm(layer, name, getattr(block.attn, name))
+            for name, linear in self._linears(block):
                 setattr(layer, name, linear.matrix.struct)
-        word, norm = model.embeddings.word, model.norm
-        assert isinstance(norm, LayerNorm)
+            layer.window = shape.window_of(int(number)) or 0
+        word, position = embeddings.word, embeddings.position
+        is_post = shape.norm_placement == "post"
         self._network = _Network(
             layers=len(model.layers),
-            hidden=self.shape.hidden_size,
-            heads=self.shape.num_attention_heads,
-            head_size=self.shape.head_size,
-            ffn=self.shape.ffn_hidden_size,
+            hidden=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            ffn=shape.ffn_hidden_size,
             vocabulary=self.head.outputs,
-            half_cache=int(self.head.kind != "float32"),
+            activation=ACTIVATIONS[shape.activation],
+            rms_norm=int(shape.normalization == "RMSNorm"),
+            post_norm=int(is_post),
+            parallel_residual=int(shape.parallel_residual and not is_post),
+            norm_all_heads=int(shape.qk_norm == "all_heads"),
+            rotary_pairs=(shape.rotary_size + 1) // 2,
             layer=ctypes.addressof(self._layers),
-            norm_weight=norm.weight.data_ptr(),
-            norm_bias=norm.bias.data_ptr(),
             head=ctypes.addressof(self.head.struct),
-            words=word.weight.data_ptr() if isinstance(word, HalfEmbedding) else None,
-            places=model.embeddings.position.weight.data_ptr(),
-            epsilon=norm.eps,
+            half_words=word.weight.data_ptr() if isinstance(word, HalfEmbedding) else None,
+            words=word.weight.data_ptr() if type(word) is Embedding else None,
+            places=None if position is None else position.weight.data_ptr(),
+            epsilon=shape.norm_epsilon,
+            attention_scale=shape.attention_scale or 1 / math.sqrt(shape.head_size),
+            embedding_scale=embeddings.scale,
+            logit_scale=model.head.scale,
+            logit_softcap=model.head.vocabulary.softcap or 0.0,
         )
+        self._set_norm(self._network, "norm", model.norm)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._library = _needed()
         self.nbytes = self.head.nbytes + sum(
             linear.matrix.nbytes
-            for module in model.layers.values()
-            for _, linear in self._linears(module)
+            for block in model.layers.values()
+            for _, linear in self._linears(block)
         )
+
+    def _set_norm(self, struct: Any, name: str, norm: Any) -> None:
+        weight, bias = norm.weight, getattr(norm, "bias", None)
+        if bias is None:
+            bias = torch.zeros_like(weight)
+            self._kept.append(bias)
+        setattr(struct, f"{name}_weight", weight.data_ptr())
+        setattr(struct, f"{name}_bias", bias.data_ptr())
 
     @staticmethod
     def _linears(block: Any) -> list[tuple[str, PackedLinear]]:
+        """By their names in decode.c, where `q` is the one of all three if there is just one."""
         attn, mlp = block.attn, block.mlp
-        return [("qkv", attn.qkv), ("out", attn.out), ("up", mlp.up), ("down", mlp.down)]
+        return [
+            *(attn.in_proj.items() if attn.is_grouped else [("q", attn.qkv)]),
+            ("out", attn.out),
+            *(mlp.in_proj.items() if mlp.is_gated else [("up", mlp.up)]),
+            ("down", mlp.down),
+        ]
 
     def reserve(self, rows: int, positions: int) -> None:
         """Memory for the keys and values of that many sequences of that many tokens."""
         shape = self.shape
-        layers, heads = len(self._layers), shape.num_attention_heads
+        layers, heads = len(self._layers), shape.key_value_heads
         blocks, size = -(-positions // PANEL), shape.head_size
         padded = -(-size // PANEL) * PANEL
-        dtype = torch.float16 if self._network.half_cache else torch.float32
+        half = self.head.kind != "float32"
+        dtype = torch.float16 if half else torch.float32
         self.keys = _zeros((layers, rows, heads, blocks, size * PANEL), dtype)
         self.values = _zeros((layers, rows, heads, blocks * PANEL, padded), dtype)
-        self._network.positions = blocks * PANEL
         for layer, keys, values in zip(self._layers, self.keys, self.values):
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            places = keys.data_ptr(), values.data_ptr()
+            layer.cache = _Cache(*places, heads, size, blocks * PANEL, int(half))
+        if shape.rotary_size > 0:
+            self._turns = rotation(shape, torch.arange(positions)).contiguous()
+            cosines, sines = self._turns
+            self._network.cosines, self._network.sines = cosines.data_ptr(), sines.data_ptr()
 
     def copy(self, moves: Sequence[tuple[int, int]], width: int) -> None:
         """The first `width` tokens of rows onto other rows (from, to), all at once."""

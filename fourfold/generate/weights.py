@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from fourfold.errors import UserError
 from fourfold.generate.packed import LARGEST_HALF, HalfEmbedding, kernels, pack_model
-from fourfold.model.gpt import GPT, Linear
+from fourfold.model.gpt import GPT
+from fourfold.model.layers import Linear
 
 Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 FORMATS = get_args(Format)
@@ -50,12 +51,12 @@ def set_format(model: GPT, weights: Format) -> nn.Module:
         for module in model.modules():
             if isinstance(module, Linear):
                 module.weight.data = _by_columns(module.weight.data)
-        model.embeddings.word.weight.data = _by_columns(model.embeddings.word.weight.data)
-        return TiedHead(model.embeddings.word)
+        model.head_weight.data = _by_columns(model.head_weight.data)
+        return PlainHead(model)
     if weights == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
-    table = model.embeddings.word.weight.data
+    words, table = model.embeddings.word.weight.data, model.head_weight.data
     if weights == "int4":
         for module in model.modules():
             if isinstance(module, Linear):
@@ -66,7 +67,9 @@ def set_format(model: GPT, weights: Format) -> nn.Module:
             if isinstance(child, Linear):
                 bias = None if child.bias is None else child.bias.data
                 setattr(parent, name, kind(child.weight.data, bias))
-    model.embeddings.word = HalfEmbedding.of(table)
+    model.embeddings.word = HalfEmbedding.of(words)
+    if model.table.tied is None:
+        model.head.weight.data = torch.empty(0)
     return kind(_to_int4(table) if weights == "int4" else table, None)
 
 
@@ -83,18 +86,19 @@ def _cast(model: GPT, weights: Format, device: torch.device) -> nn.Module:
         )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, weights))
-    return TiedHead(model.embeddings.word)
+    return PlainHead(model)
 
 
-class TiedHead(nn.Module):
-    """Logits by the word embedding itself."""
+class PlainHead(nn.Module):
+    """Logits by the head's weight as the model has it."""
 
-    def __init__(self, word: nn.Embedding) -> None:
+    def __init__(self, model: GPT) -> None:
         super().__init__()
-        self.word = word
+        self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.word.weight.dtype), self.word.weight)
+        weight = self.model.head_weight
+        return F.linear(x.to(weight.dtype), weight)
 
 
 class HalfLinear(nn.Module):

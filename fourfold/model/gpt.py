@@ -2,7 +2,7 @@
 
 With the options as they stand it is GPT-2 and GPT-3: LayerNorm before each block, tanh GELU,
 learned positions, a head tied to the embedding. Others make it Llama, Qwen, OLMo or GPT-NeoX; their
-parameters are in params.py, rotary positions in rotary.py.
+parameters are in gpt_table.py, their layers in layers.py, rotary positions in positions.py.
 
 The whole network in one file, written for one device. `GPT(shape)(tokens)` returns logits; with
 labels it returns the summed loss without ever holding all the logits (see loss.py).
@@ -22,80 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.model import kernels
-from fourfold.model.loss import TiedGradient, Vocabulary, compute_dtype, head_cross_entropy
-from fourfold.model.params import ModelShape, ParamTable, gpt_parameters
-from fourfold.model.rotary import rotate, rotation
+from fourfold.model.attention_kernel import causal_attention, split_heads
+from fourfold.model.gpt_table import gpt_parameters
+from fourfold.model.layers import Linear, Linears, RMSNorm, activation_of, norm_of
+from fourfold.model.loss import TiedGradient, Vocabulary, head_cross_entropy
+from fourfold.model.params import ModelShape, ParamTable
+from fourfold.model.positions import attention_mask, is_starts, rotate, rotation
 from fourfold.model.seeds import seed_dropout
 
 # Queries (B, H, T, K), keys and values (B, G, T, K) of new tokens -> what they attend to.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Linear(nn.Linear):
-    """A linear layer whose bias joins the matrix product (`fused`) or is added after it."""
-
-    def __init__(self, in_features: int, out_features: int, fused: bool, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-        self.fused = fused
-
-    def reset_parameters(self) -> None:
-        """Nothing: weights come from init.py or a checkpoint, never from torch's defaults."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused or self.bias is None:
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
-        return y + self.bias.to(y.dtype)  # autocast's type, as the fused product gives
-
-
-class Linears(nn.ModuleDict):
-    """Several linear layers of one input, which model parallelism then brings to them once."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [layer(x) for layer in self.values()]
-
-
-class LayerNorm(nn.LayerNorm):
-    """In low precision a GPU's kernels take means and sums in fp32 inside, and x as it is.
-
-    A CPU's add up the gradients of the weights in the type of x, and lose several percent of them
-    over a few thousand tokens; so there the whole norm is computed in fp32.
-    """
-
-    def reset_parameters(self) -> None:
-        """Nothing, as for `Linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cpu or x.dtype.itemsize >= 4:
-            # In autocast's type straight away: only products read it, which would cast it.
-            return super().forward(x).to(compute_dtype(x.device, x.dtype))
-        bias = None if self.bias is None else self.bias.float()
-        wide = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), bias, self.eps)
-        return wide.to(x.dtype)
-
-
-class RMSNorm(nn.RMSNorm):
-    """In fp32 on a CPU, for the reason `LayerNorm` gives."""
-
-    def reset_parameters(self) -> None:
-        """Nothing, as for `Linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if kernels.usable(x.device, x.dtype):
-            assert self.eps is not None, "`norm_of` gives one"
-            dtype = compute_dtype(x.device, x.dtype)
-            return kernels.rms_norm(x, self.weight, self.eps, dtype)
-        if not x.is_cpu or x.dtype.itemsize >= 4:
-            return super().forward(x).to(compute_dtype(x.device, x.dtype))
-        wide = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
-        return wide.to(x.dtype)
-
-
-def norm_of(shape: ModelShape, width: int) -> LayerNorm | RMSNorm:
-    """A norm of the kind this network has, over `width` numbers."""
-    if shape.normalization == "RMSNorm":
-        return RMSNorm(width, eps=shape.norm_epsilon)
-    return LayerNorm(width, eps=shape.norm_epsilon, bias=shape.bias == "all")
 
 
 class CoreAttention(nn.Module):
@@ -122,9 +58,7 @@ class CoreAttention(nn.Module):
         """With the `turns` of rotary positions q and k are rotated first."""
         dropout = self.dropout if self.training else 0.0
         if is_starts(mask) or (mask is None and kernels.usable(q.device, q.dtype)):
-            return kernels.causal_attention(
-                q, k, v, mask, dropout, self.first_head, turns, self.scale
-            )
+            return causal_attention(q, k, v, mask, dropout, self.first_head, turns, self.scale)
         if turns is not None:
             q, k = rotate(q, turns), rotate(k, turns)
         return F.scaled_dot_product_attention(
@@ -224,46 +158,7 @@ class Attention(nn.Module):
             made = self.in_proj(x)
             return [one.unflatten(2, (-1, self.head_size)).transpose(1, 2) for one in made]
         qkv = self.qkv(x)  # (B, T, 3 H K)
-        return kernels.split_heads(qkv.unflatten(2, (-1, 3, self.head_size)))
-
-
-class GELU(nn.Module):
-    """The tanh form."""
-
-    scratch: kernels.Scratch | None = None  # for its result, where nothing keeps that
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.gelu(x, self.scratch)
-
-
-class Activation(nn.Module):
-    """The others of one input."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x).square() if self.name == "relu_squared" else F.gelu(x)
-
-
-class Gate(nn.Module):
-    """Those of two: silu(gate) * up, or with GELU in its tanh form."""
-
-    scratch: kernels.Scratch | None = None
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.is_silu = name == "swiglu"
-
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return kernels.gate(gate, up, self.is_silu, self.scratch)
-
-
-def activation_of(shape: ModelShape) -> nn.Module:
-    if shape.is_gated:
-        return Gate(shape.activation)
-    return GELU() if shape.activation == "gelu_tanh" else Activation(shape.activation)
+        return split_heads(qkv.unflatten(2, (-1, 3, self.head_size)))
 
 
 class MLP(nn.Module):
@@ -350,45 +245,6 @@ class Embeddings(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-def attention_mask(
-    document_ids: Tensor | None, window: int | None, size: tuple[int, int], like: Tensor
-) -> Tensor | None:
-    """What keeps tokens, `size` = (B, T) of them, within their documents and their window: for our
-    kernel the first position each one sees, for torch's a table of the type of `like`.
-
-    None where there is nothing to keep them from but the future.
-    """
-    if window is not None and window >= size[1]:
-        window = None
-    if document_ids is None:
-        if window is None:
-            return None
-        document_ids = torch.zeros(size, dtype=torch.int64, device=like.device)
-    dtype = compute_dtype(like.device, like.dtype)
-    if kernels.usable(like.device, dtype):
-        starts = kernels.document_starts(document_ids)
-        return starts if window is None else kernels.within_window(starts, window)
-    return document_mask(document_ids, dtype, window)
-
-
-def is_starts(mask: Tensor | None) -> bool:
-    return mask is not None and not mask.is_floating_point()
-
-
-def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
-    """The mask (B, 1, T, T): 0 where a token may attend, which is to itself and to earlier tokens
-    of its own document and window, and minus infinity elsewhere.
-
-    It is added to the scores and not a table of booleans, because attention would turn those
-    into numbers in every layer, and each layer would keep its own until the backward pass.
-    """
-    allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)  # (B, T, T)
-    mask = torch.full(allowed.shape, -torch.inf, dtype=dtype, device=document_ids.device)
-    if window is not None:
-        allowed.triu_(1 - window)
-    return mask.masked_fill_(allowed.tril_(), 0.0).unsqueeze(1)
-
-
 class Head(nn.Module):
     """The last step: logits, or the loss straight from the hidden states.
 
@@ -399,7 +255,7 @@ class Head(nn.Module):
         super().__init__()
         self.chunk_tokens = shape.loss_chunk_tokens
         self.vocabulary = Vocabulary(shape.logit_softcap, shape.z_loss)
-        self.scale = shape.logit_scale
+        self.scale = shape.output_scale
         self.tied: TiedGradient | None = None
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))

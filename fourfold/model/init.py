@@ -84,6 +84,8 @@ def draw_block(name: str, row: Param, start: int, *, seed: int) -> Tensor:
         return drawn.normal_(0.0, row.init_std, generator=generator)
 
 
-def untrained_loss(vocab_size: int, hidden_size: int, initializer_range: float) -> float:
-    """The loss a fresh tied GPT shows: ln V + h σ² / 2, the variance of its logits halved."""
-    return math.log(vocab_size) + hidden_size * initializer_range**2 / 2
+def untrained_loss(
+    vocab_size: int, hidden_size: int, initializer_range: float, output_scale: float = 1.0
+) -> float:
+    """The loss a fresh GPT shows: ln V + h (σ s)² / 2, the variance of its logits halved."""
+    return math.log(vocab_size) + hidden_size * (initializer_range * output_scale) ** 2 / 2

@@ -23,8 +23,6 @@ V vocabulary.
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -52,7 +50,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
     return None if attention is None or rows is None else (attention, rows)
 
 
-def _attention_library() -> ctypes.CDLL:
+def attention_library() -> ctypes.CDLL:
     libraries = _libraries()
     assert libraries is not None, "callers ask `usable` first"
     return libraries[0]
@@ -64,255 +62,35 @@ def _rows_library() -> ctypes.CDLL:
     return libraries[1]
 
 
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def _check(failed: int) -> None:
+def check(failed: int) -> None:
     if failed:
         raise MemoryError("a kernel found no memory for its rows")
 
 
 # Defined as operations so that fake tensors, the compiler and the profiler know them.
-_operations = torch.library.Library("fourfold", "DEF")
-_operations.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? turns, float scale, "
-    "float dropout, int seed, int first_head) -> (Tensor, Tensor)"
-)
-_operations.define(
-    "attention_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? starts, "
-    "Tensor? turns, Tensor out, Tensor sums, float scale, float dropout, int seed, "
-    "int first_head) -> Tensor[]"
-)
-_operations.define(
+operations = torch.library.Library("fourfold", "DEF")
+operations.define(
     "rms_norm(Tensor x, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor)"
 )
-_operations.define(
+operations.define(
     "rms_norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor inverse) "
     "-> (Tensor, Tensor)"
 )
-_operations.define("gelu(Tensor x) -> Tensor")
-_operations.define("gelu_out(Tensor x, Tensor(a!) y) -> ()")
-_operations.define("gelu_backward(Tensor gradient, Tensor x) -> Tensor")
-_operations.define("gate(Tensor gate, Tensor up, bool silu) -> Tensor")
-_operations.define("gate_out(Tensor gate, Tensor up, bool silu, Tensor(a!) y) -> ()")
-_operations.define(
+operations.define("gelu(Tensor x) -> Tensor")
+operations.define("gelu_out(Tensor x, Tensor(a!) y) -> ()")
+operations.define("gelu_backward(Tensor gradient, Tensor x) -> Tensor")
+operations.define("gate(Tensor gate, Tensor up, bool silu) -> Tensor")
+operations.define("gate_out(Tensor gate, Tensor up, bool silu, Tensor(a!) y) -> ()")
+operations.define(
     "gate_backward(Tensor gradient, Tensor gate, Tensor up, bool silu) -> (Tensor, Tensor)"
 )
-_operations.define(
+operations.define(
     "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor weights, bool gradient) -> Tensor"
 )
-
-
-# -- attention ------------------------------------------------------------------------------------
-
-
-class _Shape(ctypes.Structure):
-    """`Shape` of attention.c."""
-
-    _fields_ = [
-        ("sizes", ctypes.c_int64 * 5),
-        ("strides", (ctypes.c_int64 * 3) * 3),
-        ("gradient_strides", (ctypes.c_int64 * 3) * 3),
-        ("rotated", ctypes.c_int64),
-        ("turn_stride", ctypes.c_int64),
-        ("first_head", ctypes.c_int64),
-        ("seed", ctypes.c_uint64),
-        ("scale", ctypes.c_float),
-        ("dropout", ctypes.c_float),
-        ("low", ctypes.c_int32),
-    ]
-
-    @classmethod
-    def of(
-        cls,
-        given: Sequence[Tensor],
-        turns: Tensor | None,
-        drawn: tuple[float, float, int, int],
-        gradients: Sequence[Tensor] = (),
-    ) -> _Shape:
-        """Of q, k and v (B, H or G, T, K), and their gradients."""
-        (B, H, T, K), G = given[0].shape, given[1].shape[1]
-        if T == 0 or H % G != 0:
-            raise ValueError(f"attention over {T} tokens, of {H} heads to {G} of keys and values")
-        (scale, dropout, seed, first_head), rotated, stride = drawn, 0, 0
-        if turns is not None:
-            assert turns.is_contiguous() and turns.dtype == torch.float32
-            rotated = turns.shape[-1]
-            stride = T * rotated if turns.shape[1] > 1 else 0
-            if turns.shape != (2, B if stride else 1, T, rotated) or 2 * rotated > K:
-                raise ValueError(f"rotary positions {tuple(turns.shape)} for {(B, H, T, K)}")
-        low = given[0].dtype == torch.bfloat16
-        return cls(
-            (B, H, G, T, K),
-            _strides(given),
-            _strides(gradients),
-            rotated,
-            stride,
-            first_head,
-            seed,
-            scale,
-            dropout,
-            low,
-        )
-
-
-def _strides(heads: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """From sequence to sequence, position to position and head to head."""
-    return tuple((one.stride(0), one.stride(2), one.stride(1)) for one in heads)
-
-
-def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    dropout: float,
-    first_head: int = 0,
-    turns: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """softmax(scale q k^T) v of q (B, H, T, K), k and v (B, G, T, K): a view of (B, T, H, K).
-
-    Each token attends to itself and those before it, from `starts` (B, T) on where given. With
-    `turns`, as `rotation` gives them, q and k are rotated first. `scale` is 1 / sqrt(K) if not
-    given. Which probabilities are dropped follows from the seed of the default generator, the place
-    in the batch, the head's number in the model and the two positions, and from nothing else.
-    """
-    seed = torch.default_generator.initial_seed() if dropout > 0 else 0
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    drawn = scale, dropout, seed & (2**63 - 1), first_head
-    return _Attention.apply(q, k, v, starts, turns, *drawn)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor | None,
-        turns: Tensor | None,
-        scale: float,
-        dropout: float,
-        seed: int,
-        first_head: int,
-    ) -> Tensor:
-        ctx.drawn = scale, dropout, seed, first_head
-        out, sums = torch.ops.fourfold.attention(q, k, v, starts, turns, *ctx.drawn)
-        ctx.save_for_backward(q, k, v, starts, turns, out, sums)
-        return out.transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradient.transpose(1, 2).contiguous()  # (B, T, H, K)
-        grads = torch.ops.fourfold.attention_backward(gradient, *ctx.saved_tensors, *ctx.drawn)
-        return *_heads(grads), *[None] * 6
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    turns: Tensor | None,
-    *drawn: Any,
-) -> tuple[Tensor, Tensor]:
-    out, sums = _attention_shapes(q)
-    q, k, v = (one if one.stride(3) == 1 else one.contiguous() for one in (q, k, v))
-    shape = _Shape.of((q, k, v), turns, drawn)
-    given = map(_address, (q, k, v, starts, turns, out, sums))
-    _check(_attention_library().attention_forward(ctypes.byref(shape), *given))
-    return out, sums
-
-
-def _attention_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    turns: Tensor | None,
-    out: Tensor,
-    sums: Tensor,
-    *drawn: Any,
-) -> list[Tensor]:
-    grads = _attention_backward_shapes(gradient, q, k)
-    q, k, v = (one if one.stride(3) == 1 else one.contiguous() for one in (q, k, v))
-    parts = _heads(grads)
-    shape = _Shape.of((q, k, v), turns, drawn, parts)
-    given = map(_address, (q, k, v, starts, turns, out, sums, gradient, *parts))
-    _check(_attention_library().attention_backward(ctypes.byref(shape), *given))
-    return grads
-
-
-def _attention_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, H, T, K = q.shape
-    return q.new_empty(B, T, H, K), q.new_empty(B, H, T, dtype=torch.float32)
-
-
-def _attention_backward_shapes(gradient: Tensor, q: Tensor, k: Tensor, *_: Any) -> list[Tensor]:
-    """In the layout of the products that made q, k and v: with as many heads each, all three as one
-    (B, T, H, 3, K); else three, (B, T, H or G, K) each."""
-    (B, H, T, K), G = q.shape, k.shape[1]
-    if H == G:
-        return [q.new_empty(B, T, H, 3, K)]
-    return [q.new_empty(B, T, heads, K) for heads in (H, G, G)]
-
-
-def _heads(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Those gradients as (B, H or G, T, K) each."""
-    return [one.transpose(1, 2) for one in (grads[0].unbind(3) if len(grads) == 1 else grads)]
-
-
-def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, H, 3, K) -> q, k and v (B, H, T, K) each, as views.
-
-    Where their gradients are views of one such tensor, it is taken as it is, without a copy.
-    """
-    return _SplitHeads.apply(qkv)
-
-
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.transpose(1, 2).unbind(3)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        whole = grads[0]._base
-        if whole is not None and whole.dim() == 5 and all(g._base is whole for g in grads):
-            views = whole.transpose(1, 2).unbind(3)
-            if all(_same_memory(one, other) for one, other in zip(views, grads, strict=True)):
-                return whole
-        return torch.stack(grads, dim=3).transpose(1, 2)
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.stride(), one.storage_offset()) == (
-        other.shape,
-        other.stride(),
-        other.storage_offset(),
-    )
-
-
-def document_starts(document_ids: Tensor) -> Tensor:
-    """The position at which each token's document begins, (B, T) int32.
-
-    A document is a run of equal ids: what follows another document has another id.
-    """
-    T = document_ids.shape[1]
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    positions = torch.arange(T, device=document_ids.device, dtype=torch.int32)
-    return torch.where(begins, positions, 0).cummax(dim=1).values.to(torch.int32)
-
-
-def within_window(starts: Tensor, window: int) -> Tensor:
-    """The same where a token sees `window` tokens at most, itself included."""
-    positions = torch.arange(starts.shape[1], device=starts.device, dtype=torch.int32)
-    return torch.maximum(starts, positions - (window - 1))
 
 
 # -- RMSNorm --------------------------------------------------------------------------------------
@@ -348,9 +126,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tupl
     low, low_out = x.dtype == torch.bfloat16, dtype == torch.bfloat16
     _rows_library().rms_norm_forward(
         *map(ctypes.c_int64, rows.shape),
-        _address(rows),
+        address(rows),
         ctypes.c_int64(rows.stride(0)),
-        *map(_address, (weight, y, inverse)),
+        *map(address, (weight, y, inverse)),
         ctypes.c_float(eps),
         low,
         low_out,
@@ -364,14 +142,14 @@ def _rms_norm_backward(
     dx, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
     upstream, rows, wide = _rows(gradient), _rows(x), weight.float()
     low, low_out = x.dtype == torch.bfloat16, gradient.dtype == torch.bfloat16
-    _check(
+    check(
         _rows_library().rms_norm_backward(
             *map(ctypes.c_int64, rows.shape),
-            _address(upstream),
+            address(upstream),
             ctypes.c_int64(upstream.stride(0)),
-            _address(rows),
+            address(rows),
             ctypes.c_int64(rows.stride(0)),
-            *map(_address, (wide, inverse, dx, dweight)),
+            *map(address, (wide, inverse, dx, dweight)),
             low,
             low_out,
         )
@@ -437,13 +215,13 @@ def _gelu(x: Tensor) -> Tensor:
 def _gelu_out(x: Tensor, y: Tensor) -> None:
     assert x.is_contiguous() and y.is_contiguous()
     low = x.dtype == torch.bfloat16
-    _rows_library().gelu_forward(ctypes.c_int64(x.numel()), _address(x), _address(y), low)
+    _rows_library().gelu_forward(ctypes.c_int64(x.numel()), address(x), address(y), low)
 
 
 def _gelu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     gradient, x = gradient.contiguous(), x.contiguous()
     made = torch.empty_like(x)
-    given = map(_address, (x, gradient, made))
+    given = map(address, (x, gradient, made))
     low = x.dtype == torch.bfloat16
     _rows_library().gelu_backward(ctypes.c_int64(x.numel()), *given, low)
     return made
@@ -487,14 +265,14 @@ def _gate_out(gate: Tensor, up: Tensor, silu: bool, y: Tensor) -> None:
     assert gate.shape == up.shape and all(one.is_contiguous() for one in (gate, up, y))
     low = gate.dtype == torch.bfloat16
     size = ctypes.c_int64(gate.numel())
-    _rows_library().gate_forward(size, *map(_address, (gate, up, y)), silu, low)
+    _rows_library().gate_forward(size, *map(address, (gate, up, y)), silu, low)
 
 
 def _gate_backward(gradient: Tensor, gate: Tensor, up: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
     gradient, gate, up = (one.contiguous() for one in (gradient, gate, up))
     made = torch.empty_like(gate), torch.empty_like(up)
     low = gate.dtype == torch.bfloat16
-    given = map(_address, (gate, up, gradient, *made))
+    given = map(address, (gate, up, gradient, *made))
     _rows_library().gate_backward(ctypes.c_int64(gate.numel()), *given, silu, low)
     return made
 
@@ -516,16 +294,14 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor, gradient: bo
     losses = torch.empty(N, dtype=torch.float32)
     if N and not (int(labels.min()) >= 0 and int(labels.max()) < V):
         raise IndexError(f"a label is outside of the {V} words of the vocabulary")
-    given = map(_address, (logits, labels.contiguous(), weights.contiguous(), losses))
+    given = map(address, (logits, labels.contiguous(), weights.contiguous(), losses))
     low = logits.dtype == torch.bfloat16
     sizes = ctypes.c_int64(N), ctypes.c_int64(V)
-    _check(_rows_library().cross_entropy(*sizes, *given, gradient, low))
+    check(_rows_library().cross_entropy(*sizes, *given, gradient, low))
     return losses
 
 
 for _name, _kernel in {
-    "attention": _attention,
-    "attention_backward": _attention_backward,
     "rms_norm": _rms_norm,
     "rms_norm_backward": _rms_norm_backward,
     "gelu": _gelu,
@@ -536,31 +312,29 @@ for _name, _kernel in {
     "gate_backward": _gate_backward,
     "cross_entropy_": _cross_entropy,
 }.items():
-    _operations.impl(_name, _kernel, "CPU")
+    operations.impl(_name, _kernel, "CPU")
 
 
 # -- shapes alone, of tensors without memory ------------------------------------------------------
 
 
-_operations.impl("attention", _attention_shapes, "Meta")
-_operations.impl("attention_backward", _attention_backward_shapes, "Meta")
-_operations.impl("rms_norm", _rms_norm_shapes, "Meta")
-_operations.impl(
+operations.impl("rms_norm", _rms_norm_shapes, "Meta")
+operations.impl(
     "rms_norm_backward",
     lambda gradient, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     "Meta",
 )
-_operations.impl("gelu", lambda x: x.new_empty(x.shape), "Meta")
-_operations.impl("gelu_out", lambda x, y: None, "Meta")
-_operations.impl("gelu_backward", lambda gradient, x: x.new_empty(x.shape), "Meta")
-_operations.impl("gate", lambda gate, up, silu: gate.new_empty(gate.shape), "Meta")
-_operations.impl("gate_out", lambda gate, up, silu, y: None, "Meta")
-_operations.impl(
+operations.impl("gelu", lambda x: x.new_empty(x.shape), "Meta")
+operations.impl("gelu_out", lambda x, y: None, "Meta")
+operations.impl("gelu_backward", lambda gradient, x: x.new_empty(x.shape), "Meta")
+operations.impl("gate", lambda gate, up, silu: gate.new_empty(gate.shape), "Meta")
+operations.impl("gate_out", lambda gate, up, silu, y: None, "Meta")
+operations.impl(
     "gate_backward",
     lambda gradient, gate, up, silu: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     "Meta",
 )
-_operations.impl(
+operations.impl(
     "cross_entropy_",
     lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
     "Meta",

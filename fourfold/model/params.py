@@ -5,7 +5,7 @@ parallelism, sharding, weight decay, mixed precision, the gradient norm, counts,
 and the converters to and from other programs all look here, and never rely on the spelling of a
 name:
 
-    table = gpt_parameters(shape)
+    table = table_of(shape)
     table["layers.7.attn.qkv.weight"].split_dim      0: its rows are cut
     table.shapes["layers.7.attn.qkv.weight"]         (3 * hidden, hidden)
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
-from typing import Literal
+from dataclasses import Field, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from fourfold.config.model_section import GATED
 
@@ -40,6 +40,18 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+
+
+_NOT_THE_NETWORK = {
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "initializer_range",
+    "depth_scaled_init",
+    "fused_linear",
+    "loss_chunk_tokens",
+    "z_loss",
+    "network",
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class ModelShape:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     z_loss: float = 0.0
+    mup_base_width: int | None = None
     network: str = "GPT"
 
     @classmethod
@@ -93,6 +106,28 @@ class ModelShape:
             given["sliding_window_layers"] = tuple(given["sliding_window_layers"])
         return cls(**given)
 
+    @classmethod
+    def network_fields(cls) -> list[Field[Any]]:
+        """Of the sizes and options that decide which network this is; the others are of training
+        and of how it is computed."""
+        return [field for field in fields(cls) if field.name not in _NOT_THE_NETWORK]
+
+    def other_settings(self, network: ModelShape) -> list[str]:
+        """The keys of the `Model` section in which `network` is another, with its values."""
+        found = []
+        for field in self.network_fields():
+            own, other = getattr(self, field.name), getattr(network, field.name)
+            if isinstance(other, RopeScaling):
+                found += [
+                    f"{field.name}.{inner.name}={getattr(other, inner.name)}"
+                    for inner in fields(other)
+                    if getattr(own, inner.name) != getattr(other, inner.name)
+                ]
+            elif own != other:
+                other = list(other) if isinstance(other, tuple) else other
+                found.append(f"{field.name}={other}")
+        return found
+
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
@@ -105,6 +140,16 @@ class ModelShape:
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a third matrix."""
         return self.activation in GATED
+
+    @property
+    def width_ratio(self) -> float:
+        """How many times wider than the network that muP takes its settings from; else 1."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
+
+    @property
+    def output_scale(self) -> float:
+        """What the logits are multiplied by, with muP's share."""
+        return self.logit_scale / self.width_ratio
 
     @property
     def rotary_size(self) -> int:
@@ -252,133 +297,7 @@ def split_range(size: int, rank: int, degree: int) -> tuple[int, int]:
     return start, start + short + (rank < longer)
 
 
-# -- GPT, with its options ------------------------------------------------------------------------
-
-
-@cache
-def gpt_parameters(shape: ModelShape) -> ParamTable:
-    """The table of `GPT`.
-
-    Biases and norms do not decay, embeddings do, as in the originals. FleetX draws all matrices
-    alike; GPT-2's scaling of the matrices that end in the residual stream is an option.
-    """
-    width, std = shape.hidden_size, shape.initializer_range
-    word = Param(
-        name="embeddings.word.weight",
-        shape=(shape.vocab_size, width),
-        kind="embedding",
-        init="normal",
-        init_std=std,
-        split_dim=0,
-        end="first",
-        tied_to_head=shape.tie_word_embeddings,
-        foreign=ForeignNames(
-            huggingface="transformer.wte.weight",
-            fleetx="gpt.embeddings.word_embeddings.weight",
-            core="embedding.word_embeddings.weight",
-            core_local="embedding.word_embeddings.weight",
-            classic="language_model.embedding.word_embeddings.weight",
-        ),
-    )
-    position = Param(
-        name="embeddings.position.weight",
-        shape=(shape.max_position_embeddings, width),
-        kind="embedding",
-        init="normal",
-        init_std=std,
-        partial_gradient="positions",
-        end="first",
-        foreign=ForeignNames(
-            huggingface="transformer.wpe.weight",
-            fleetx="gpt.embeddings.position_embeddings.weight",
-            core="embedding.position_embeddings.weight",
-            core_local="embedding.position_embeddings.weight",
-            classic="language_model.embedding.position_embeddings.weight",
-        ),
-    )
-    final = ForeignNames(
-        huggingface="transformer.ln_f.",
-        fleetx="gpt.decoder.norm.",
-        core="decoder.final_layernorm.",
-        core_local="decoder.final_layernorm.",
-        classic="language_model.encoder.final_layernorm.",
-    )
-    head = replace(word, name="head.weight", kind="linear", end="last", foreign=None)
-    norm_bias = shape.normalization == "LayerNorm" and shape.bias == "all"
-    norm1 = _in_layer("ln_1.", "norm1.", _QKV + "layer_norm_", _INPUT, _INPUT)
-    norm2 = _in_layer("ln_2.", "norm2.", _FC1 + "layer_norm_", "pre_mlp_layernorm.", _POST)
-    rows = [
-        word,
-        *([position] if shape.position_embedding == "learned" else []),
-        *norm_rows("layers.*.norm1.", width, bias=norm_bias, foreign=norm1),
-        *_attention_rows(shape),
-        *norm_rows("layers.*.norm2.", width, bias=norm_bias, foreign=norm2),
-        *_mlp_rows(shape),
-        *norm_rows("norm.", width, bias=norm_bias, end="last", foreign=final),
-        *([] if shape.tie_word_embeddings else [head]),
-    ]
-    return ParamTable(rows, shape.num_layers)
-
-
-def _to_residual(shape: ModelShape) -> float:
-    """The deviation of what writes to the residual stream."""
-    std = shape.initializer_range
-    return std / math.sqrt(2 * shape.num_layers) if shape.depth_scaled_init else std
-
-
-def _attention_rows(shape: ModelShape) -> Iterator[Param]:
-    """Queries, keys and values in one matrix, or in three where heads share keys and values."""
-    width, size, std = shape.hidden_size, shape.head_size, shape.initializer_range
-    heads, shared = shape.num_attention_heads, shape.key_value_heads
-    bias = shape.bias in ("all", "qkv")
-    if shared == heads:
-        qkv = _in_layer(
-            "attn.c_attn.", "self_attn.qkv_proj.", _QKV, _QKV, _OLD + "query_key_value."
-        )
-        yield from linear_rows(
-            "layers.*.attn.qkv.", 3 * heads * size, width, std, 0, bias=bias, foreign=qkv,
-            in_attention=True, rows_by_head=True,
-        )  # fmt: skip
-    else:
-        for name, count in (("q", heads), ("k", shared), ("v", shared)):
-            rows = linear_rows(
-                f"layers.*.attn.in_proj.{name}.", count * size, width, std, 0, bias=bias,
-                in_attention=True,
-            )  # fmt: skip
-            yield from (row if name == "q" else replace(row, most_pieces=shared) for row in rows)
-    if shape.qk_norm != "none":
-        norm_bias = shape.normalization == "LayerNorm" and shape.bias == "all"
-        for name, count in (("q", heads), ("k", shared)):
-            of_all = shape.qk_norm == "all_heads"
-            rows = norm_rows(
-                f"layers.*.attn.{name}_norm.", count * size if of_all else size, bias=norm_bias
-            )
-            for row in rows:
-                if of_all:
-                    pieces = shared if name == "k" else None
-                    yield replace(row, split_dim=0, most_pieces=pieces, partial_gradient=None)
-                else:
-                    yield replace(row, partial_gradient="heads")
-    out = _in_layer("attn.c_proj.", "self_attn.out_proj.", _PROJ, _PROJ, _OLD + "dense.")
-    yield from linear_rows(
-        "layers.*.attn.out.", width, heads * size, _to_residual(shape), 1,
-        bias=shape.bias == "all", foreign=out, in_attention=True,
-    )  # fmt: skip
-
-
-def _mlp_rows(shape: ModelShape) -> Iterator[Param]:
-    width, wide, std = shape.hidden_size, shape.ffn_hidden_size, shape.initializer_range
-    bias = shape.bias == "all"
-    if shape.is_gated:
-        for name in ("gate", "up"):
-            yield from linear_rows(f"layers.*.mlp.in_proj.{name}.", wide, width, std, 0, bias=bias)
-    else:
-        up = _in_layer("mlp.c_fc.", "linear1.", _FC1, _FC1, "mlp.dense_h_to_4h.")
-        yield from linear_rows("layers.*.mlp.up.", wide, width, std, 0, bias=bias, foreign=up)
-    down = _in_layer("mlp.c_proj.", "linear2.", _FC2, _FC2, "mlp.dense_4h_to_h.")
-    yield from linear_rows(
-        "layers.*.mlp.down.", width, wide, _to_residual(shape), 1, bias=bias, foreign=down
-    )
+# -- rows of a layer ------------------------------------------------------------------------------
 
 
 def linear_rows(
@@ -449,25 +368,6 @@ def norm_rows(
         return [weight]
     named = _suffixed(foreign, "bias")
     return [weight, replace(weight, name=f"{name}bias", init="zeros", foreign=named)]
-
-
-# Of Megatron's layers.
-_QKV, _PROJ = "self_attention.linear_qkv.", "self_attention.linear_proj."
-_FC1, _FC2 = "mlp.linear_fc1.", "mlp.linear_fc2."
-_INPUT, _POST, _OLD = "input_layernorm.", "post_attention_layernorm.", "self_attention."
-
-
-def _in_layer(
-    huggingface: str, fleetx: str, core: str, core_local: str, classic: str
-) -> ForeignNames:
-    """Of a module of every layer, up to the dot (or what core has for it) before `weight`."""
-    return ForeignNames(
-        huggingface=f"transformer.h.*.{huggingface}",
-        fleetx=f"gpt.decoder.layers.*.{fleetx}",
-        core=f"decoder.layers.*.{core}",
-        core_local=f"decoder.layers.*.{core_local}",
-        classic=f"language_model.encoder.layers.*.{classic}",
-    )
 
 
 def _suffixed(module: ForeignNames | None, suffix: str) -> ForeignNames | None:

@@ -5,30 +5,38 @@
    are all the same to it. Keys and values go into the cache first, then every row attends to its
    sequence up to itself. The numbers of a row depend on its sequence alone, to the bit.
 
-   Letters: R rows, D hidden, H heads, K head size, T positions. */
-#include <math.h>
+   It is the network of fourfold/model/gpt.py with its options, which fourfold/generate/packed.py
+   translates into `Network` and `Layer`.
+
+   Letters: R rows, D hidden, H heads, G heads of keys and values, K head size, T positions. */
 #include <omp.h>
 #include <sched.h>
 
-#include "matrix.h"
+#include "cache.h"
+#include "pack.h"
 
 typedef struct {
   const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
-  Matrix qkv, out, up, down;
-  /* Of float32, or where `half_cache` of half precision. */
-  char *keys;   /* (sequences, H, T / 16, K, 16): panels, as of a matrix whose outputs are tokens */
-  char *values; /* (sequences, H, T, K padded to 16) */
+  const float *q_norm_weight, *q_norm_bias, *k_norm_weight, *k_norm_bias; /* may all be null */
+  Matrix q, k, v; /* without k and v: q has the rows of all three, head by head */
+  Matrix out, gate, up, down; /* gate: may be empty */
+  Cache cache;
+  int64_t window; /* 0: attention to all tokens before */
 } Layer;
 
 typedef struct {
-  int64_t layers, hidden, heads, head_size, ffn, vocabulary;
-  int64_t positions, half_cache; /* of the cache; positions: a multiple of 16 */
+  int64_t layers, hidden, heads, ffn, vocabulary;
+  int64_t activation;                  /* GELU, GELU_ERF, RELU_SQUARED, SILU */
+  int64_t rms_norm, post_norm, parallel_residual, norm_all_heads; /* 0 or 1 */
+  int64_t rotary_pairs;                /* of numbers of a head that are rotated */
   const Layer *layer;
   const float *norm_weight, *norm_bias;
   const Matrix *head;
-  const uint16_t *words; /* half-precision table; null: the rows of the head */
-  const float *places;   /* (max positions, D) */
-  float epsilon;
+  const uint16_t *half_words; /* a table in half precision */
+  const float *words;         /* or in float32; null both: the rows of the head */
+  const float *places;        /* (max positions, D); may be null */
+  const float *cosines, *sines; /* (T, rotary_pairs) */
+  float epsilon, attention_scale, embedding_scale, logit_scale, logit_softcap; /* softcap 0: none */
 } Network;
 
 typedef struct {
@@ -38,22 +46,29 @@ typedef struct {
 /* -- parts of a layer ---------------------------------------------------------------------------- */
 
 static void embed(const Network *net, Row row, float *to) {
-  const float *place = net->places + (int64_t)row.position * net->hidden;
-  for (int64_t d = 0; d < net->hidden; d++) {
-    float word = net->words ? of_f16(net->words[row.token * net->hidden + d])
-                            : weight_at(net->head, row.token, d);
-    to[d] = word + place[d];
+  const int64_t D = net->hidden, first = row.token * D;
+  for (int64_t d = 0; d < D; d++) {
+    float word = net->half_words ? of_f16(net->half_words[first + d])
+                 : net->words    ? net->words[first + d]
+                                 : weight_at(net->head, row.token, d);
+    to[d] = word * net->embedding_scale;
   }
+  if (net->places)
+    for (int64_t d = 0; d < D; d++) to[d] += net->places[row.position * D + d];
 }
 
-static void normalize(const float *x, int64_t width, const float *weight, const float *bias,
-                      float epsilon, float *to) {
-  vf total = v_zero();
+/* LayerNorm, or RMSNorm, which leaves the mean where it is. `to` may be x. */
+static void normalize(const Network *net, const float *x, int64_t width, const float *weight,
+                      const float *bias, float *to) {
+  float mean = 0.0f;
   int64_t d = 0;
-  for (; d + VL <= width; d += VL) total = v_add(total, v_load(x + d));
-  float mean = v_sum(total);
-  for (int64_t e = d; e < width; e++) mean += x[e];
-  mean /= width;
+  if (!net->rms_norm) {
+    vf total = v_zero();
+    for (; d + VL <= width; d += VL) total = v_add(total, v_load(x + d));
+    mean = v_sum(total);
+    for (int64_t e = d; e < width; e++) mean += x[e];
+    mean /= width;
+  }
   vf squares = v_zero(), middle = v_set(mean);
   for (d = 0; d + VL <= width; d += VL) {
     vf off = v_sub(v_load(x + d), middle);
@@ -61,7 +76,7 @@ static void normalize(const float *x, int64_t width, const float *weight, const 
   }
   float variance = v_sum(squares);
   for (int64_t e = d; e < width; e++) variance += (x[e] - mean) * (x[e] - mean);
-  float factor = 1.0f / sqrtf(variance / width + epsilon);
+  float factor = 1.0f / sqrtf(variance / width + net->epsilon);
   for (d = 0; d + VL <= width; d += VL) {
     vf unit = v_mul(v_sub(v_load(x + d), middle), v_set(factor));
     v_store(to + d, v_fma(unit, v_load(weight + d), v_load(bias + d)));
@@ -69,139 +84,82 @@ static void normalize(const float *x, int64_t width, const float *weight, const 
   for (; d < width; d++) to[d] = (x[d] - mean) * factor * weight[d] + bias[d];
 }
 
-INLINE int64_t head_padded(const Network *net) { return (net->head_size + 15) / 16 * 16; }
-
-/* Half precision ends at 65504; what is larger, and finite, stays that large. */
-INLINE uint16_t bounded_half(float x) {
-  return f16_of(x > 65504.0f && x < INFINITY ? 65504.0f : x < -65504.0f && x > -INFINITY ? -65504.0f : x);
-}
-
-static void store_keys_values(const Network *net, const Layer *layer, Row row, const float *qkv) {
-  const int64_t K = net->head_size, KP = head_padded(net), T = net->positions;
-  for (int64_t h = 0; h < net->heads; h++) {
-    const float *key = qkv + h * 3 * K + K, *value = key + K;
-    int64_t place = row.sequence * net->heads + h;
-    int64_t panel = (place * T + row.position / PANEL * PANEL) * K + row.position % PANEL;
-    int64_t line = (place * T + row.position) * KP;
-    if (net->half_cache) {
-      uint16_t *keys = (uint16_t *)layer->keys + panel, *values = (uint16_t *)layer->values + line;
-      for (int64_t d = 0; d < K; d++) keys[d * PANEL] = bounded_half(key[d]);
-      for (int64_t d = 0; d < K; d++) values[d] = bounded_half(value[d]);
-    } else {
-      float *keys = (float *)layer->keys + panel;
-      for (int64_t d = 0; d < K; d++) keys[d * PANEL] = key[d];
-      memcpy((float *)layer->values + line, value, 4 * K);
-    }
-  }
-}
-
-INLINE vf load_cached(const int half, const char *base, int64_t number) {
-  return half ? v_half((const uint16_t *)base + number) : v_load((const float *)base + number);
-}
-
-#define QUERIES 4
-/* Head h of `count` rows that follow each other in one sequence. `scores` has room for T of each. */
-INLINE void attend_rows(const int count, const int half, const Network *net, const Layer *layer, const Row *rows,
-                        int64_t h, const float *qkv, int64_t qkv_stride, float *mixed,
-                        int64_t mixed_stride, float *scores) {
-  const int64_t K = net->head_size, KP = head_padded(net), T = net->positions;
-  const int64_t place = rows[0].sequence * net->heads + h;
-  const int64_t size = half ? 2 : 4;
-  const char *keys = layer->keys + place * T * K * size, *values = layer->values + place * T * KP * size;
-  const int64_t longest = rows[count - 1].position + 1;
-  const float scale = 1.0f / sqrtf((float)K);
-  const int64_t blocks = (longest + PANEL - 1) / PANEL;
-  enum { SIDE = 4 };
-  for (int64_t block = 0; block < blocks; block += SIDE) {
-    /* Few rows wait for memory: the values of these tokens are fetched while their keys are used. */
-    if (count == 1)
-      for (int64_t at = 0; at < SIDE * PANEL * KP * size; at += 64)
-        _mm_prefetch(values + block * PANEL * KP * size + at, _MM_HINT_T0);
-    vf sums[QUERIES][SIDE][NV];
-    UNROLL for (int r = 0; r < count; r++) UNROLL for (int b = 0; b < SIDE; b++)
-        UNROLL for (int v = 0; v < NV; v++) sums[r][b][v] = v_zero();
-    /* Blocks beyond the last repeat it. */
-    const char *at[SIDE];
-    UNROLL for (int b = 0; b < SIDE; b++)
-        at[b] = keys + (block + b < blocks ? block + b : blocks - 1) * PANEL * K * size;
-    for (int64_t d = 0; d < K; d++) {
-      vf key[SIDE][NV];
-      UNROLL for (int b = 0; b < SIDE; b++) UNROLL for (int v = 0; v < NV; v++)
-          key[b][v] = load_cached(half, at[b], d * PANEL + v * VL);
-      UNROLL for (int r = 0; r < count; r++) {
-        vf q = v_set(qkv[r * qkv_stride + h * 3 * K + d]);
-        UNROLL for (int b = 0; b < SIDE; b++) UNROLL for (int v = 0; v < NV; v++)
-            sums[r][b][v] = v_fma(key[b][v], q, sums[r][b][v]);
-      }
-    }
-    UNROLL for (int r = 0; r < count; r++) UNROLL for (int b = 0; b < SIDE; b++)
-        UNROLL for (int v = 0; v < NV; v++) if (block + b < blocks)
-            v_store(scores + r * T + (block + b) * PANEL + v * VL, v_mul(sums[r][b][v], v_set(scale)));
-  }
-  float inverse[QUERIES];
-  for (int r = 0; r < count; r++) {
-    float *row = scores + r * T;
-    int64_t length = rows[r].position + 1, whole = blocks * PANEL;
-    for (int64_t t = length; t < whole; t++) row[t] = -INFINITY;
-    vf most = v_load(row);
-    for (int64_t t = VL; t < whole; t += VL) most = v_max(most, v_load(row + t));
-    float largest = v_largest(most);
-    vf total = v_zero();
-    for (int64_t t = 0; t < whole; t += VL) {
-      vf weight = v_exp(v_sub(v_load(row + t), v_set(largest)));
-      v_store(row + t, weight);
-      if (t + VL <= length) total = v_add(total, weight);
-    }
-    for (int64_t t = length; t < whole; t++) row[t] = 0.0f;
-    float sum = v_sum(total);
-    for (int64_t t = length / VL * VL; t < length; t++) sum += row[t];
-    inverse[r] = 1.0f / sum;
-  }
-  for (int64_t d = 0; d < KP; d += 4 * VL) {
-    const int64_t parts = (KP - d) / VL < 4 ? (KP - d) / VL : 4;
-    vf sums[QUERIES][4];
-    UNROLL for (int r = 0; r < count; r++) UNROLL for (int v = 0; v < 4; v++) sums[r][v] = v_zero();
-    if (parts == 4) {
-      for (int64_t t = 0; t < longest; t++) {
-        vf value[4];
-        UNROLL for (int v = 0; v < 4; v++) value[v] = load_cached(half, values, t * KP + d + v * VL);
-        UNROLL for (int r = 0; r < count; r++) {
-          vf weight = v_set(scores[r * T + t]);
-          UNROLL for (int v = 0; v < 4; v++) sums[r][v] = v_fma(value[v], weight, sums[r][v]);
-        }
-      }
-    } else {
-      for (int64_t t = 0; t < longest; t++)
-        for (int r = 0; r < count; r++)
-          for (int v = 0; v < parts; v++)
-            sums[r][v] = v_fma(load_cached(half, values, t * KP + d + v * VL),
-                               v_set(scores[r * T + t]), sums[r][v]);
-    }
-    for (int r = 0; r < count; r++)
-      for (int v = 0; v < parts; v++) {
-        float some[VL];
-        v_store(some, v_mul(sums[r][v], v_set(inverse[r])));
-        for (int j = 0; j < VL && d + v * VL + j < K; j++)
-          mixed[r * mixed_stride + h * K + d + v * VL + j] = some[j];
-      }
-  }
-}
-
-static void attend(int count, const Network *net, const Layer *layer, const Row *rows, int64_t h,
-                   const float *qkv, int64_t qkv_stride, float *mixed, int64_t mixed_stride,
-                   float *scores) {
-  if (count == QUERIES) {
-    if (net->half_cache)
-      attend_rows(QUERIES, 1, net, layer, rows, h, qkv, qkv_stride, mixed, mixed_stride, scores);
-    else
-      attend_rows(QUERIES, 0, net, layer, rows, h, qkv, qkv_stride, mixed, mixed_stride, scores);
+/* The heads of queries, or of keys, of one token: each by itself, or all together (RMSNorm only). */
+static void normalize_heads(const Network *net, float *x, int64_t heads, int64_t step, int64_t K,
+                            const float *weight, const float *bias) {
+  if (!net->norm_all_heads) {
+    for (int64_t h = 0; h < heads; h++) normalize(net, x + h * step, K, weight, bias, x + h * step);
     return;
   }
-  for (int r = 0; r < count; r++, qkv += qkv_stride, mixed += mixed_stride)
-    if (net->half_cache)
-      attend_rows(1, 1, net, layer, rows + r, h, qkv, qkv_stride, mixed, mixed_stride, scores);
-    else
-      attend_rows(1, 0, net, layer, rows + r, h, qkv, qkv_stride, mixed, mixed_stride, scores);
+  float squares = 0.0f;
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t d = 0; d < K; d++) squares += x[h * step + d] * x[h * step + d];
+  float factor = 1.0f / sqrtf(squares / (heads * K) + net->epsilon);
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t d = 0; d < K; d++) x[h * step + d] = x[h * step + d] * factor * weight[h * K + d];
+}
+
+/* Pairs of a head's numbers, i and i + half, by the angles of a position. */
+static void rotate(float *x, int64_t half, const float *cosines, const float *sines) {
+  for (int64_t i = 0; i < half; i++) {
+    float one = x[i], other = x[half + i];
+    x[i] = one * cosines[i] - other * sines[i];
+    x[half + i] = other * cosines[i] + one * sines[i];
+  }
+}
+
+/* Where queries, keys and values of a token are in what its products give: either [q, k, v] head by
+   head, or all queries, all keys, all values. */
+typedef struct {
+  int64_t width, keys, values;    /* of all; where keys and values begin */
+  int64_t query_step, key_step;   /* from head to head */
+} Projected;
+
+static Projected projected(const Network *net) {
+  const Layer *layer = net->layer;
+  const int64_t H = net->heads, G = layer->cache.heads, K = layer->cache.size;
+  if (!layer->k.outputs) return (Projected){3 * H * K, K, 2 * K, 3 * K, 3 * K};
+  return (Projected){(H + 2 * G) * K, H * K, (H + G) * K, K, K};
+}
+
+/* Norms and rotation of one token's queries and keys; then its keys and values go into the cache. */
+static void take_in(const Network *net, const Layer *layer, Row row, Projected at, float *qkv) {
+  const Cache *cache = &layer->cache;
+  const int64_t H = net->heads, G = cache->heads, K = cache->size, half = net->rotary_pairs;
+  if (layer->q_norm_weight) {
+    normalize_heads(net, qkv, H, at.query_step, K, layer->q_norm_weight, layer->q_norm_bias);
+    normalize_heads(net, qkv + at.keys, G, at.key_step, K, layer->k_norm_weight, layer->k_norm_bias);
+  }
+  if (half) {
+    const float *cosines = net->cosines + row.position * half, *sines = net->sines + row.position * half;
+    for (int64_t h = 0; h < H; h++) rotate(qkv + h * at.query_step, half, cosines, sines);
+    for (int64_t g = 0; g < G; g++) rotate(qkv + at.keys + g * at.key_step, half, cosines, sines);
+  }
+  for (int64_t g = 0; g < G; g++) {
+    const float *key = qkv + at.keys + g * at.key_step, *value = qkv + at.values + g * at.key_step;
+    store(cache, row.sequence, row.position, g, key, value);
+  }
+}
+
+/* Heads `first` to `stop`, which share keys and values, of `count` rows that follow each other in
+   one sequence: four rows of a head together, or all these heads of a row. */
+static void attend_tile(const Network *net, const Layer *layer, const Row *rows, int64_t count,
+                        int64_t first, int64_t stop, Projected at, const float *qkv, float *mixed,
+                        float *scores) {
+  const Cache *cache = &layer->cache;
+  const int64_t K = cache->size, shared = first * cache->heads / net->heads;
+  const int by_rows = count == QUERIES;
+  for (int64_t outer = 0; outer < (by_rows ? stop - first : count); outer++) {
+    Query queries[QUERIES];
+    int64_t inner = by_rows ? count : stop - first;
+    for (int64_t i = 0; i < inner; i++) {
+      int64_t r = by_rows ? i : outer, h = first + (by_rows ? outer : i);
+      int64_t end = rows[r].position + 1, start = layer->window ? end - layer->window : 0;
+      queries[i] = (Query){qkv + r * at.width + h * at.query_step, mixed + (r * net->heads + h) * K,
+                           start > 0 ? start : 0, end};
+    }
+    attend(inner, cache, rows[0].sequence, shared, net->attention_scale, queries, scores);
+  }
 }
 
 /* -- products, by all threads of a team ---------------------------------------------------------- */
@@ -250,69 +208,132 @@ typedef struct {
 
 #define FEW 4 /* rows that every thread prepares for itself, which costs less than to wait */
 
-/* `x` times the matrix. All rows of x must be there; it does not wait for the whole result. */
-static void product(Team team, const Matrix *m, const float *x, int64_t x_stride, int64_t width,
-                    int64_t rows, Prepared to, Result y) {
-  Rows given = {x, 4 * x_stride, 0};
-  if (row_bytes(m->kind, 1) != 4 || width != m->inputs) {
-    int64_t size = row_bytes(m->kind, m->inputs);
-    Team mine = to.alone ? (Team){0, 1, 0, 0} : team;
-    MY_ROWS(mine, rows)
-    prepare_row(m->kind, x + r * x_stride, width, m->inputs, to.data + r * size, to.scales + r);
-    if (!to.alone) meet(team);
-    given = (Rows){to.data, size, to.scales};
-  }
+/* Rows of `width` numbers in the form the matrix, and others of its kind and inputs, multiply with.
+   All rows of x must be there. */
+static Rows prepare(Team team, const Matrix *m, const float *x, int64_t width, int64_t rows,
+                    Prepared to) {
+  if (row_bytes(m->kind, 1) == 4 && width == m->inputs) return (Rows){x, 4 * width, 0};
+  int64_t size = row_bytes(m->kind, m->inputs);
+  Team mine = to.alone ? (Team){0, 1, 0, 0} : team;
+  MY_ROWS(mine, rows)
+  prepare_row(m->kind, x + r * width, width, m->inputs, to.data + r * size, to.scales + r);
+  if (!to.alone) meet(team);
+  return (Rows){to.data, size, to.scales};
+}
+
+/* This thread's share of the outputs; it does not wait for the others. */
+static void times(Team team, const Matrix *m, Rows given, int64_t rows, Result y) {
   int64_t first, stop;
   share(team, panels_of(m->outputs), &first, &stop);
   multiply(m, first, stop, given, rows, y);
+}
+
+static void product(Team team, const Matrix *m, const float *x, int64_t width, int64_t rows,
+                    Prepared to, Result y) {
+  times(team, m, prepare(team, m, x, width, rows, to), rows, y);
 }
 
 static void normalize_all(Team team, const Network *net, const float *x, int64_t rows,
                           const float *weight, const float *bias, float *to) {
   const int64_t D = net->hidden;
   Team mine = rows <= FEW ? (Team){0, 1, 0, 0} : team;
-  MY_ROWS(mine, rows) normalize(x + r * D, D, weight, bias, net->epsilon, to + r * D);
+  MY_ROWS(mine, rows) normalize(net, x + r * D, D, weight, bias, to + r * D);
   if (rows > FEW) meet(team);
+}
+
+/* x += norm(branch), which the norm changes. */
+static void add_normalized(Team team, const Network *net, float *branch, int64_t rows,
+                           const float *weight, const float *bias, float *x) {
+  const int64_t D = net->hidden;
+  MY_ROWS(team, rows) {
+    normalize(net, branch + r * D, D, weight, bias, branch + r * D);
+    for (int64_t d = 0; d < D; d++) x[r * D + d] += branch[r * D + d];
+  }
+  meet(team);
+}
+
+/* Up to the product with `down`. */
+static void feed_forward(Team team, const Network *net, const Layer *layer, const float *x,
+                         int64_t rows, Prepared to, float *inner) {
+  const int64_t F = net->ffn;
+  Rows given = prepare(team, layer->gate.outputs ? &layer->gate : &layer->up, x, net->hidden, rows, to);
+  /* The same thread has the same outputs of both. */
+  if (layer->gate.outputs)
+    times(team, &layer->gate, given, rows, (Result){inner, F, F, net->activation});
+  times(team, &layer->up, given, rows,
+        (Result){inner, F, F, layer->gate.outputs ? TIMES : net->activation});
+  meet(team);
+}
+
+/* cap * tanh(logits / cap), of this thread's outputs. */
+static void cap(Team team, const Network *net, float *logits, int64_t rows) {
+  int64_t first, stop, V = net->vocabulary;
+  share(team, panels_of(V), &first, &stop);
+  vf limit = v_set(net->logit_softcap), twice = v_set(2.0f / net->logit_softcap);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t o = first * PANEL; o < stop * PANEL && o < V; o += VL) {
+      float some[VL] = {0};
+      int64_t count = V - o < VL ? V - o : VL;
+      memcpy(some, logits + r * V + o, 4 * count);
+      vf power = v_exp(v_mul(v_load(some), twice));
+      vf rest = v_div(v_set(2.0f), v_add(power, v_set(1.0f)));
+      v_store(some, v_mul(limit, v_sub(v_set(1.0f), rest)));
+      memcpy(logits + r * V + o, some, 4 * count);
+    }
 }
 
 /* -- the network --------------------------------------------------------------------------------- */
 
 static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+enum { X, UNIT, QKV, MIXED, INNER, BRANCH, PREPARED, SCALES, SCORES, TILES, PARTS };
+
 /* Bytes of scratch memory that `forward` needs; of the parts in its order. */
 static int64_t scratch_parts(const Network *net, int64_t rows, int64_t threads, int64_t *sizes) {
-  int64_t D = net->hidden, F = net->ffn > D ? net->ffn : D, few = rows <= FEW ? threads : 1;
-  sizes[0] = round_up(4 * rows * D);                      /* x */
-  sizes[1] = few * round_up(4 * rows * D);                /* normalized */
-  sizes[2] = round_up(4 * rows * 3 * D);                  /* qkv */
-  sizes[3] = round_up(4 * rows * D);                      /* mixed */
-  sizes[4] = round_up(4 * rows * net->ffn);               /* inner */
-  sizes[5] = few * round_up(4 * rows * padded(F));        /* prepared */
-  sizes[6] = few * round_up(4 * rows);                    /* scales of prepared */
-  sizes[7] = threads * round_up(4 * QUERIES * net->positions);
-  sizes[8] = round_up(4 * (rows + 1));                    /* starts of tiles */
+  int64_t D = net->hidden, M = net->heads * net->layer->cache.size, few = rows <= FEW ? threads : 1;
+  int64_t widest = net->ffn > D ? net->ffn : D;
+  if (M > widest) widest = M;
+  sizes[X] = round_up(4 * rows * D);
+  sizes[UNIT] = few * round_up(4 * rows * D); /* normalized */
+  sizes[QKV] = round_up(4 * rows * projected(net).width);
+  sizes[MIXED] = round_up(4 * rows * (M > D ? M : D));
+  sizes[INNER] = round_up(4 * rows * net->ffn);
+  sizes[BRANCH] = net->post_norm ? round_up(4 * rows * D) : 0;
+  sizes[PREPARED] = few * round_up(4 * rows * padded(widest));
+  sizes[SCALES] = few * round_up(4 * rows); /* of prepared */
+  sizes[SCORES] = threads * round_up(4 * QUERIES * net->layer->cache.positions);
+  sizes[TILES] = round_up(4 * (rows + 1)); /* where they start */
   int64_t total = 0;
-  for (int i = 0; i < 9; i++) total += sizes[i];
+  for (int i = 0; i < PARTS; i++) total += sizes[i];
   return total;
 }
 
 int64_t scratch_bytes(const Network *net, int64_t rows, int64_t threads) {
-  int64_t sizes[9];
+  int64_t sizes[PARTS];
   return scratch_parts(net, rows, threads, sizes) + 64;
+}
+
+/* Heads that one thread attends with at a time: those that share keys and values, at most four, and
+   fewer where there would not be enough for all threads. */
+static int64_t heads_at_once(const Network *net, int64_t threads) {
+  int64_t G = net->layer->cache.heads, group = net->heads / G, most = QUERIES;
+  while (most > 1 && G * ((group + most - 1) / most) < threads) most /= 2;
+  return most < group ? most : group;
 }
 
 /* Logits (wanted, V) of the rows whose numbers are in `wants`. */
 void forward(const Network *net, const Row *rows, int64_t count, const int32_t *wants,
              int64_t wanted, float *logits, char *scratch, int64_t threads) {
-  const int64_t D = net->hidden, F = net->ffn;
-  int64_t sizes[9];
+  const int64_t D = net->hidden, F = net->ffn, V = net->vocabulary;
+  const int64_t M = net->heads * net->layer->cache.size;
+  int64_t sizes[PARTS];
   scratch_parts(net, count, threads, sizes);
-  char *part[9];
+  char *part[PARTS];
   part[0] = (char *)(((uintptr_t)scratch + 63) / 64 * 64);
-  for (int i = 1; i < 9; i++) part[i] = part[i - 1] + sizes[i - 1];
-  float *x = (float *)part[0], *qkv = (float *)part[2], *mixed = (float *)part[3];
-  float *inner = (float *)part[4];
-  int32_t *starts = (int32_t *)part[8];
+  for (int i = 1; i < PARTS; i++) part[i] = part[i - 1] + sizes[i - 1];
+  float *x = (float *)part[X], *qkv = (float *)part[QKV], *mixed = (float *)part[MIXED];
+  float *inner = (float *)part[INNER], *branch = (float *)part[BRANCH];
+  int32_t *starts = (int32_t *)part[TILES];
   int64_t tiles = 0;
   for (int64_t r = 0; r < count; r++) {
     int follows = r > 0 && rows[r].sequence == rows[r - 1].sequence &&
@@ -320,50 +341,71 @@ void forward(const Network *net, const Row *rows, int64_t count, const int32_t *
     if (!follows || r - starts[tiles - 1] == QUERIES) starts[tiles++] = (int32_t)r;
   }
   starts[tiles] = (int32_t)count;
-  const int few = count <= FEW;
+  const int few = count <= FEW, post = net->post_norm, parallel = net->parallel_residual;
+  const Projected at = projected(net);
+  const int64_t group = net->heads / net->layer->cache.heads, side = heads_at_once(net, threads);
+  const int64_t sides = (group + side - 1) / side, units = net->layer->cache.heads * sides;
+  const Result to_stream = post ? (Result){branch, D, D, PLAIN} : (Result){x, D, D, ADD};
   int32_t meeting[2] = {0, 0};
 #pragma omp parallel num_threads(threads)
   {
     /* There may be fewer threads than were asked for. */
     Team team = {omp_get_thread_num(), omp_get_num_threads(), meeting, meeting + 1};
     int64_t mine = few ? team.me : 0, parts = few ? threads : 1;
-    float *unit = (float *)(part[1] + mine * (sizes[1] / parts));
-    float *scales = (float *)(part[6] + mine * (sizes[6] / parts));
-    Prepared prepared = {part[5] + mine * (sizes[5] / parts), scales, few};
-    float *scores = (float *)(part[7] + team.me * (sizes[7] / threads));
+    float *unit = (float *)(part[UNIT] + mine * (sizes[UNIT] / parts));
+    float *scales = (float *)(part[SCALES] + mine * (sizes[SCALES] / parts));
+    Prepared prepared = {part[PREPARED] + mine * (sizes[PREPARED] / parts), scales, few};
+    float *scores = (float *)(part[SCORES] + team.me * (sizes[SCORES] / threads));
+    const float *seen = post ? x : unit; /* what attention and the feed-forward block read */
     MY_ROWS(team, count) embed(net, rows[r], x + r * D);
     meet(team);
     for (int64_t l = 0; l < net->layers; l++) {
       const Layer *layer = net->layer + l;
-      normalize_all(team, net, x, count, layer->norm1_weight, layer->norm1_bias, unit);
-      product(team, &layer->qkv, unit, D, D, count, prepared, (Result){qkv, 3 * D, 3 * D, PLAIN});
-      meet(team);
-      MY_ROWS(team, count) store_keys_values(net, layer, rows[r], qkv + r * 3 * D);
-      meet(team);
-      for (int64_t unit_of = team.me; unit_of < tiles * net->heads; unit_of += team.threads) {
-        int64_t t = unit_of / net->heads, r = starts[t];
-        attend(starts[t + 1] - starts[t], net, layer, rows + r, unit_of % net->heads,
-               qkv + r * 3 * D, 3 * D, mixed + r * D, D, scores);
+      if (!post) normalize_all(team, net, x, count, layer->norm1_weight, layer->norm1_bias, unit);
+      Rows given = prepare(team, &layer->q, seen, D, count, prepared);
+      times(team, &layer->q, given, count, (Result){qkv, at.width, layer->q.outputs, PLAIN});
+      if (layer->k.outputs) {
+        times(team, &layer->k, given, count, (Result){qkv + at.keys, at.width, layer->k.outputs, PLAIN});
+        times(team, &layer->v, given, count, (Result){qkv + at.values, at.width, layer->v.outputs, PLAIN});
       }
       meet(team);
-      product(team, &layer->out, mixed, D, D, count, prepared, (Result){x, D, D, ADD});
+      MY_ROWS(team, count) take_in(net, layer, rows[r], at, qkv + r * at.width);
       meet(team);
-      normalize_all(team, net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
-      product(team, &layer->up, unit, D, D, count, prepared, (Result){inner, F, F, GELU});
+      for (int64_t one = team.me; one < tiles * units; one += team.threads) {
+        int64_t t = one / units, r = starts[t], unit_of = one % units;
+        int64_t end = unit_of / sides * group + group, first = end - group + unit_of % sides * side;
+        attend_tile(net, layer, rows + r, starts[t + 1] - r, first, least(first + side, end), at,
+                    qkv + r * at.width, mixed + r * M, scores);
+      }
       meet(team);
-      product(team, &layer->down, inner, F, F, count, prepared, (Result){x, D, D, ADD});
+      if (parallel) { /* before the residual stream changes */
+        normalize_all(team, net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
+        feed_forward(team, net, layer, unit, count, prepared, inner);
+      }
+      product(team, &layer->out, mixed, M, count, prepared, to_stream);
       meet(team);
+      if (post) add_normalized(team, net, branch, count, layer->norm1_weight, layer->norm1_bias, x);
+      if (!parallel) {
+        if (!post) normalize_all(team, net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
+        feed_forward(team, net, layer, seen, count, prepared, inner);
+      }
+      product(team, &layer->down, inner, F, count, prepared, to_stream);
+      meet(team);
+      if (post) add_normalized(team, net, branch, count, layer->norm2_weight, layer->norm2_bias, x);
     }
-    MY_ROWS(team, wanted)
-    normalize(x + (int64_t)wants[r] * D, D, net->norm_weight, net->norm_bias, net->epsilon,
-              mixed + r * D);
+    MY_ROWS(team, wanted) {
+      float *row = mixed + r * D;
+      normalize(net, x + (int64_t)wants[r] * D, D, net->norm_weight, net->norm_bias, row);
+      if (net->logit_scale != 1.0f)
+        for (int64_t d = 0; d < D; d++) row[d] *= net->logit_scale;
+    }
     meet(team);
-    product(team, net->head, mixed, D, D, wanted, prepared,
-            (Result){logits, net->vocabulary, net->vocabulary, PLAIN});
+    product(team, net->head, mixed, D, wanted, prepared, (Result){logits, V, V, PLAIN});
+    if (net->logit_softcap != 0.0f) cap(team, net, logits, wanted);
   }
 }
 
-/* -- one product alone, and packing -------------------------------------------------------------- */
+/* -- one product alone --------------------------------------------------------------------------- */
 
 int64_t linear_scratch_bytes(const Matrix *m, int64_t rows) {
   return round_up(4 * rows) + rows * row_bytes(m->kind, m->inputs) + 64;
@@ -386,25 +428,4 @@ void linear(const Matrix *m, const float *x, int64_t width, int64_t rows, float 
     multiply(m, first, stop, (Rows){data, size, scales}, rows,
              (Result){y, m->outputs, m->outputs, PLAIN});
   }
-}
-
-void rows_of(const Matrix *m, const int64_t *outputs, int64_t count, int64_t width, float *to) {
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t k = 0; k < width; k++) to[i * width + k] = weight_at(m, outputs[i], k);
-}
-
-/* Bytes of the packed weights, of their scales and of their sums. */
-void packed_bytes(int64_t kind, int64_t outputs, int64_t inputs, int64_t *bytes) {
-  int64_t lanes = padded_panels(outputs) * PANEL, width = padded(inputs);
-  bytes[0] = padded_panels(outputs) * panel_bytes(kind, width);
-  bytes[1] = kind == INT8 ? 4 * lanes : kind == INT4 ? 2 * lanes * (width / GROUP) : 0;
-  bytes[2] = kind == INT8 ? 4 * lanes : 0;
-}
-
-/* Weights (outputs, inputs) of float32 into memory that is zero. */
-void pack(int64_t kind, int64_t outputs, int64_t inputs, const float *from, char *weights,
-          void *scales, int32_t *sums, int64_t threads) {
-#pragma omp parallel for schedule(static, PANEL) num_threads(threads)
-  for (int64_t output = 0; output < outputs; output++)
-    pack_output(kind, from + output * inputs, inputs, padded(inputs), output, weights, scales, sums);
 }

@@ -307,7 +307,33 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
 
 /* -- what comes out ------------------------------------------------------------------------------ */
 
-enum { PLAIN, GELU, ADD }; /* y = product, y = gelu(product), y += product; with the bias */
+/* y = product, y = f(product), y += product, y *= product; the product with its bias. */
+enum { PLAIN, GELU, GELU_ERF, RELU_SQUARED, SILU, ADD, TIMES };
+
+/* x / 2 (1 + erf(x / sqrt 2)); erf as 1 - p(t) e^-zz with t = 1 / (1 + 0.3275911 z), within 2e-7
+   (Abramowitz and Stegun 7.1.26). */
+INLINE vf v_gelu_erf(vf x) {
+  vf z = v_mul(v_abs(x), v_set(0.70710678118654752f));
+  vf t = v_div(v_set(1.0f), v_fma(v_set(0.3275911f), z, v_set(1.0f)));
+  vf p = v_set(1.061405429f);
+  p = v_fma(p, t, v_set(-1.453152027f));
+  p = v_fma(p, t, v_set(1.421413741f));
+  p = v_fma(p, t, v_set(-0.284496736f));
+  p = v_fma(p, t, v_set(0.254829592f));
+  vf tail = v_mul(v_mul(p, t), v_exp(v_mul(z, v_sub(v_zero(), z))));
+  return v_mul(v_set(0.5f), v_fma(v_abs(x), v_sub(v_set(1.0f), tail), x));
+}
+
+INLINE vf activated(int how, vf x) {
+  if (how == GELU) return v_gelu(x);
+  if (how == GELU_ERF) return v_gelu_erf(x);
+  if (how == SILU) return v_div(x, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x))));
+  if (how == RELU_SQUARED) {
+    vf above = v_max(v_zero(), x); /* of NaN the second operand */
+    return v_mul(above, above);
+  }
+  return x;
+}
 
 typedef struct {
   float *data;
@@ -322,15 +348,18 @@ static __attribute__((noinline)) void finish(int rows, int64_t width, const Matr
     for (int64_t o = 0; o < width; o += VL) {
       vf value = v_load(sums + r * width + o);
       if (m->bias) value = v_add(value, v_load(m->bias + first + o));
-      if (y.how == GELU) value = v_gelu(value);
+      value = activated(y.how, value);
       if (first + o + VL <= y.width) {
         if (y.how == ADD) value = v_add(v_load(row + o), value);
+        if (y.how == TIMES) value = v_mul(v_load(row + o), value);
         v_store(row + o, value);
       } else {
         float some[VL];
         v_store(some, value);
         for (int j = 0; first + o + j < y.width; j++)
-          row[o + j] = y.how == ADD ? row[o + j] + some[j] : some[j];
+          row[o + j] = y.how == ADD     ? row[o + j] + some[j]
+                       : y.how == TIMES ? row[o + j] * some[j]
+                                        : some[j];
       }
     }
   }
@@ -410,103 +439,6 @@ static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64
           size->tiles[m->kind](m, panel, some, part);
         for (; panel < end; panel++) size->single[m->kind](m, panel, some, part);
       }
-    }
-  }
-}
-
-/* -- packing ------------------------------------------------------------------------------------- */
-
-/* The scale of a group that leaves the smallest squared error, and its 4-bit numbers plus 8. */
-static uint16_t round_group(const float *x, int64_t count, uint8_t *q) {
-  float extreme = 0.0f;
-  for (int64_t i = 0; i < count; i++)
-    if (__builtin_fabsf(x[i]) > __builtin_fabsf(extreme)) extreme = x[i];
-  uint16_t best = 0;
-  float least = 3.4e38f;
-  for (int trial = 0; trial < 16; trial++) {
-    /* The largest magnitude becomes -8, or less where that serves the others better. */
-    uint16_t half = f16_of(extreme / (-8.0f + 0.15f * trial));
-    float scale = of_f16(half), inverse = scale == 0.0f ? 0.0f : 1.0f / scale, error = 0.0f;
-    for (int64_t i = 0; i < count; i++) {
-      float n = __builtin_rintf(x[i] * inverse);
-      n = n < -8.0f ? -8.0f : n > 7.0f ? 7.0f : n;
-      error += (x[i] - n * scale) * (x[i] - n * scale);
-    }
-    if (error < least) least = error, best = half;
-  }
-  float scale = of_f16(best), inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-  for (int64_t i = 0; i < GROUP; i++) {
-    float n = i < count ? __builtin_rintf(x[i] * inverse) : 0.0f;
-    q[i] = (uint8_t)(8 + (int)(n < -8.0f ? -8.0f : n > 7.0f ? 7.0f : n));
-  }
-  return best;
-}
-
-/* The place of input k of a lane within its panel, counted in numbers of the kind; of INT4 in bytes
-   of the word it is part of. */
-INLINE int64_t place_of(int64_t kind, int64_t k, int lane) {
-  const int64_t chunk = BLOCK * CHUNK;
-  switch (kind) {
-    case FLOAT32: return k * (chunk / 4) + lane;
-    case FLOAT16: return k / 2 * (chunk / 2) + k % 2 * PANEL + lane;
-    case BFLOAT16: return k / 2 * (chunk / 2) + lane * 2 + k % 2;
-    case INT8: return k / 4 * chunk + lane * 4 + k % 4;
-    default: return k / 8 * chunk + lane * 4;
-  }
-}
-INLINE int shift_of(int64_t k) { return 4 * (k % 8 / 2) + 16 * (k % 2); }
-
-/* One output into its panel, which is zero. */
-static void pack_output(int64_t kind, const float *x, int64_t given, int64_t inputs, int64_t output,
-                        char *weights, void *scales, int32_t *sums) {
-  char *panel = weights + panel_start(kind, inputs, output / PANEL);
-  int lane = output % PANEL;
-  if (kind == FLOAT32) {
-    for (int64_t k = 0; k < given; k++) ((float *)panel)[place_of(kind, k, lane)] = x[k];
-  } else if (kind == FLOAT16) {
-    for (int64_t k = 0; k < given; k++) ((uint16_t *)panel)[place_of(kind, k, lane)] = f16_of(x[k]);
-  } else if (kind == BFLOAT16) {
-    for (int64_t k = 0; k < given; k++) ((uint16_t *)panel)[place_of(kind, k, lane)] = bf16_of(x[k]);
-  } else if (kind == INT8) {
-    float largest = 1.1754944e-38f;
-    for (int64_t k = 0; k < given; k++)
-      if (__builtin_fabsf(x[k]) > largest) largest = __builtin_fabsf(x[k]);
-    float scale = largest / 127.0f;
-    int32_t sum = 0;
-    for (int64_t k = 0; k < given; k++) {
-      int8_t q = (int8_t)__builtin_rintf(x[k] / scale);
-      ((int8_t *)panel)[place_of(kind, k, lane)] = q;
-      sum += q;
-    }
-    ((float *)scales)[output] = scale;
-    sums[output] = 128 * sum;
-  } else {
-    for (int64_t group = 0; group < inputs / GROUP; group++) {
-      uint8_t q[GROUP];
-      int64_t left = given - group * GROUP;
-      uint16_t *halves = (uint16_t *)scales + scale_start(inputs / GROUP, output / PANEL, group);
-      halves[lane] = round_group(x + group * GROUP, left < 0 ? 0 : left < GROUP ? left : GROUP, q);
-      for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k++)
-        *(uint32_t *)(panel + place_of(kind, k, lane)) |= (uint32_t)q[k % GROUP] << shift_of(k);
-    }
-  }
-}
-
-/* Input k of an output, as the matrix holds it. */
-static float weight_at(const Matrix *m, int64_t output, int64_t k) {
-  const char *panel = (const char *)m->weights + panel_start(m->kind, m->inputs, output / PANEL);
-  int lane = output % PANEL;
-  int64_t place = place_of(m->kind, k, lane);
-  switch (m->kind) {
-    case FLOAT32: return ((const float *)panel)[place];
-    case FLOAT16: return of_f16(((const uint16_t *)panel)[place]);
-    case BFLOAT16: return of_bf16(((const uint16_t *)panel)[place]);
-    case INT8: return ((const float *)m->scales)[output] * ((const int8_t *)panel)[place];
-    default: {
-      const uint16_t *halves = (const uint16_t *)m->scales +
-                               scale_start(m->inputs / GROUP, output / PANEL, k / GROUP);
-      uint32_t word = *(const uint32_t *)(panel + place);
-      return of_f16(halves[lane]) * ((int)(word >> shift_of(k) & 15) - 8);
     }
   }
 }

@@ -48,6 +48,9 @@ INLINE vf v_load_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 INLINE void v_store_bf16(uint16_t *p, vf a) {
+#if defined(__AVX512BF16__) /* differs in what is below the least normal number, which becomes 0 */
+  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a));
+#else
   __m512i bits = _mm512_castps_si512(a), top = _mm512_srli_epi32(bits, 16);
   __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
   __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -55,6 +58,7 @@ INLINE void v_store_bf16(uint16_t *p, vf a) {
   __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
   found = _mm512_mask_or_epi32(found, nan, top, _mm512_set1_epi32(0x40));
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(found));
+#endif
 }
 /* 2^n by its exponent bits, and x * 2^n in one instruction. */
 INLINE vf v_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
@@ -177,11 +181,12 @@ INLINE float of_bf16(uint16_t value) {
 INLINE uint16_t f16_of(float value) { return (uint16_t)_cvtss_sh(value, 0); }
 INLINE float of_f16(uint16_t value) { return _cvtsh_ss(value); }
 
-/* ---- numbers in memory, float32 or (`low`) bfloat16 --------------------------------------------*/
+/* ---- numbers in memory, float32 or (`low`) bfloat16 -------------------------------------------*/
 
 /* A vector from number `at` on, of which there are `left`; zeros beyond. */
 INLINE vf v_take(const void *from, int64_t at, int64_t left, int low) {
-  if (left >= VL) return low ? v_load_bf16((const uint16_t *)from + at) : v_load((const float *)from + at);
+  if (left >= VL && low) return v_load_bf16((const uint16_t *)from + at);
+  if (left >= VL) return v_load((const float *)from + at);
   float room[VL] = {0};
   for (int64_t i = 0; i < left; i++)
     room[i] = low ? of_bf16(((const uint16_t *)from)[at + i]) : ((const float *)from)[at + i];

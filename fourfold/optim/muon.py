@@ -64,16 +64,20 @@ def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype | None) -> Tens
     return x.T if tall else x
 
 
-def adjusted(shape: tuple[int, ...], rule: AdjustLr) -> float:
+def adjusted(shape: tuple[int, ...], rule: AdjustLr, lr_scale: float = 1.0) -> float:
     """What the learning rate of a matrix is multiplied with: torch's `adjust_lr_fn`.
 
     `match_rms_adamw` is Moonlight's: the update gets the root mean square that AdamW's usually
     have, so that AdamW's learning rate and weight decay are right for it.
+
+    `lr_scale` is what muP makes of AdamW's rate, one over the width. What an orthogonal update
+    changes in activations does not depend on the width, so `original` needs no more; Moonlight's
+    factor grows with the width's root, and that is taken back.
     """
     rows, columns = shape
     if rule == "original":
         return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+    return 0.2 * math.sqrt(max(rows, columns) * lr_scale)
 
 
 class Muon:
@@ -125,6 +129,8 @@ class Muon:
     def _direction(self, key: str, divisor: float | Tensor, skips: Tensor | None) -> Tensor:
         """What is to be orthogonalised, of this rank's rectangle; the momentum moves on."""
         gradient, buffer = self.matrices[key].gradient, self.momentum[key]
+        if buffer.numel() == 0:  # sharding has left this rank nothing
+            return buffer
         assert gradient is not None, "every parameter is used"
         if isinstance(divisor, Tensor):
             gradient = gradient / divisor.to(gradient.dtype)
@@ -142,11 +148,12 @@ class Muon:
 
     def _apply(self, key: str, update: Tensor, learning_rate: float, skips: Tensor | None) -> None:
         shard, options = self.matrices[key], self.options
-        weight, rate = shard.local, learning_rate * options.lr_ratio * self.lr_scales.get(key, 1.0)
+        weight, rate = shard.local, learning_rate * options.lr_ratio
+        scale = self.lr_scales.get(key, 1.0)
         decay = 0.0 if key in self.spared else options.weight_decay
         before = None if skips is None else weight.clone()
         weight.mul_(1 - rate * decay)
-        weight.add_(update, alpha=-rate * adjusted(shard.shape, options.adjust_lr_fn))
+        weight.add_(update, alpha=-rate * adjusted(shard.shape, options.adjust_lr_fn, scale))
         if before is not None and skips is not None:
             weight.copy_(torch.where(skips, before, weight))
 
@@ -174,8 +181,8 @@ class Exchange:
     ) -> None:
         """`boxes` are the rectangles of all ranks of the group, by their order in it."""
         for key, shard in matrices.items():
-            assert boxes[key][own_rank].shape == shard.box.shape, key
-            assert shard.box.volume() == 0 or boxes[key][own_rank] == shard.box, key
+            own = boxes[key][own_rank]
+            assert own == shard.box or own.volume() == shard.box.volume() == 0, key
         self.shapes = {key: shard.shape for key, shard in matrices.items()}
         self.boxes = boxes
         self.own_rank = own_rank

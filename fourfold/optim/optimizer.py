@@ -78,8 +78,9 @@ class Optimizer:
         muon: Muon | None = None,
         ema: EMA | None = None,
     ) -> None:
-        """`decayed` are the keys of those that weight decay applies to; `muon` updates the
-        matrices it was made with, which are among the parameters."""
+        """`decayed` are the keys of those that weight decay applies to, at the schedule's learning
+        rate whatever `lr_scales` makes of a parameter's own; `muon` updates the matrices it was
+        made with, which are among the parameters."""
         self.parameters = parameters
         self.betas = betas
         self.epsilon = epsilon
@@ -96,7 +97,7 @@ class Optimizer:
         self.groups = [
             ParamGroup.of(
                 [_flatten(members)] if tensor_fusion else members,
-                weight_decay if decays else 0.0,
+                weight_decay / scale if decays else 0.0,
                 scale,
             )
             for (decays, scale), members in alike.items()

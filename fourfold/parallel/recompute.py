@@ -32,18 +32,9 @@ from torch.utils.checkpoint import (
 )
 
 from fourfold.config.model_section import ModelSection
-from fourfold.model.gpt import (
-    GELU,
-    GPT,
-    Activation,
-    Attention,
-    CoreAttention,
-    Gate,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-)
+from fourfold.model.gpt import GPT, Attention, CoreAttention
 from fourfold.model.kernels import Scratch
+from fourfold.model.layers import GELU, Activation, Gate, LayerNorm, Linear, RMSNorm
 
 aten = torch.ops.aten
 KEPT_OPERATIONS = {

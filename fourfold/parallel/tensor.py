@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fourfold.model import kernels
-from fourfold.model.gpt import GPT, CoreAttention, Head, HeadNorm, Linear, Linears
+from fourfold.model.gpt import GPT, CoreAttention, Head, HeadNorm
+from fourfold.model.layers import Linear, Linears
 from fourfold.model.loss import Vocabulary, compute_dtype
 from fourfold.model.params import Param, split_range
 from fourfold.model.seeds import seed_dropout

@@ -156,10 +156,13 @@ def _nothing_fits(made: Plan, constraints: LayoutConstraints, world: int) -> str
     if made.costs is not None:
         return "\n".join(impossible(made))
     network, kept = made.workload.network, _kept(constraints)
+    shared = int(network.shared_heads)
+    with_groups = f", a divisor or a multiple of {shared} key-value heads"
     return (
         f"no layout of {world} process(es) {f'with {kept} ' if kept else ''}is legal: dp * pp * "
         f"sharding * mp must be {world}, with mp a divisor of {network.heads} heads and of "
-        f"{network.ffn} ffn columns, pp at most {network.layers} layers, and dp * sharding * "
+        f"{network.ffn} ffn columns{with_groups if shared < network.heads else ''}, pp at most "
+        f"{network.layers} layers, and dp * sharding * "
         f"micro-batch a divisor of the global batch of {made.workload.global_batch}; "
         f"{'free a degree' if kept else 'change the batch'}, or start another number of processes"
     )

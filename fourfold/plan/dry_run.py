@@ -27,8 +27,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import Config
-from fourfold.cost.memory import stage_parameters, traffic_of
+from fourfold.cost.memory import holding_of, stage_parameters
 from fourfold.cost.rank_memory import RankMemory, memory_of_rank
+from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.device import is_cpu
 from fourfold.errors import UserError
@@ -184,7 +185,9 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     yield f"rank {rank} of {layout.world_size}, layout {layout}: {placed}"
     workload = workload_of(config, on_cpu=is_cpu(config.Global.device))
     spread = spread_of(config)
-    planned = stage_parameters(workload.network, spread, place["pp"], place["mp"])
+    given = workload.network, spread
+    planned = stage_parameters(*given, place["pp"], place["mp"])
+    foretold = sum(holding_of(*given, workload.software, place["pp"], place["mp"]).values())
     yield (
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "
         f"({planned:,.0f} planned), of which this rank keeps {ran.kept:,}"
@@ -193,7 +196,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     yield (
         f"holds at the update: weights {in_bytes(held.weights)}, master weights "
         f"{in_bytes(held.masters)}, gradients {in_bytes(held.gradients)}, moments "
-        f"{in_bytes(held.moments)}{averaged}: {held.total:,} bytes"
+        f"{in_bytes(held.moments)}{averaged}: {held.total:,} bytes ({foretold:,.0f} planned)"
     )
     if layout.sharding > 1:
         yield (
@@ -207,7 +210,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
             f"({ran.timeline.idle_share:.2%}); a forward pass is one, a backward pass two"
         )
     yield from _traffic_lines(ran)
-    planned = traffic_of(workload.network, spread, workload.software, place["pp"])
+    planned = traffic_of(*given, workload.software, place["pp"])
     listed = [f"{axis} {_size(int(size))}" for axis, size in planned.items() if size]
     if listed:
         yield f"planned to send, an all-reduce counted twice: {', '.join(listed)}"

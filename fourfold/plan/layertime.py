@@ -81,10 +81,16 @@ def layer_time(
 ) -> LayerTime:
     forward, backward = _passes(network, spread, software, machine, c)
     # Of a layer's forward pass: the core alone, and the attention block with its projections,
-    # which are a third of the products (4 of 12 h^2), one of two all-reduces, half the kernels.
+    # which are a third of GPT's products (4 of 12 h^2), one of two all-reduces, half the kernels. A
+    # third is also about what other programs repeat that choose by operation.
     core = PassTime(0.0, forward.attention, 0.0, 0.0, 0.2 * forward.host)
+    parts = forward_flops(
+        network.hidden, network.ffn, 0, 0, query_share=network.query_width / network.hidden,
+        kv_share=network.kv_share, mlp_matrices=np.where(network.gated, 3, 2),
+    )  # fmt: skip
+    share = np.where(network.joint_products, 1 / 3, parts.projections / parts.layer)
     block = PassTime(
-        forward.products / 3,
+        forward.products * share,
         forward.attention,
         forward.elementwise / 3,
         np.where(software.stops_early, 0.0, forward.tensor_parallel / 2),
@@ -99,9 +105,9 @@ def layer_time(
     attention = np.where(spread.keeps_attention, 0.0, forward.attention)
     ops = replace(whole, products=products, attention=attention)
     repeated = forward.plus(forward, -1.0)
-    parts = (("full", whole), ("ops", ops), ("full_attn", block), ("core_attn", core))
+    by_mode = (("full", whole), ("ops", ops), ("full_attn", block), ("core_attn", core))
     share = _recomputed_share(network, spread)
-    for name, part in parts:
+    for name, part in by_mode:
         repeated = repeated.plus(part, np.where(mode == name, share, 0.0))
     return LayerTime(forward, repeated, backward)
 
@@ -123,18 +129,20 @@ def _passes(
     unit = software.compute_bytes * tokens * network.hidden
     whole = MOVED_WHOLE / np.where(spread.sequence_parallel, t, 1)
     inner = np.where(network.gated, 3.0, MOVED_ACTIVATION) * network.ffn / network.hidden
+    heads = MOVED_HEADS * network.query_width / network.hidden / t
+    made, more_kernels = _made_of_heads(network, software, t)
     slack = np.where(software.fused, 1.0, c.traffic)
-    moved = unit * (whole + (MOVED_HEADS + inner) / t) * slack / machine.layer_bandwidth
+    moved = unit * (whole + heads + made + inner / t) * slack / machine.layer_bandwidth
     group = Group.of(t, 1, machine)
     reduce = 2 * all_reduce_seconds(unit, group, machine)
-    # Sums of the backward pass are of what norms gave.
-    wide = unit * software.residual_bytes / software.compute_bytes
-    reduce_back = 2 * all_reduce_seconds(wide, group, machine)
+    # Sums of the backward pass are of what norms gave, or of the stream where these come after.
+    wide = np.where(network.post_norm, software.residual_bytes / software.compute_bytes, 1.0)
+    reduce_back = 2 * all_reduce_seconds(unit * wide, group, machine)
     # With sequence parallelism the backward pass gathers the two inputs a second time.
     again = np.where(spread.sequence_parallel, 2 * gather_seconds(unit, group, machine), 0.0)
     shown = 1.0 - np.asarray(software.tensor_overlap)
     # A collective starts when the last of its hosts arrives: the more, the later.
-    issued = c.kernels + c.collective_kernels * (t - 1)
+    issued = c.kernels + more_kernels + c.collective_kernels * (t - 1)
     host = machine.launch * np.where(software.fused, FUSED_KERNELS, 1.0) * issued
     return (
         PassTime(products[0], attention[0], moved, shown * reduce, host),
@@ -148,14 +156,36 @@ def _passes(
     )
 
 
-def weight_shapes(network: Network, t: Numbers) -> dict[str, tuple[Numbers, Numbers]]:
-    """(out, in) of the weights of one layer that one rank multiplies with."""
-    h, wide = network.hidden, network.ffn * np.where(network.gated, 2, 1)
+def _made_of_heads(network: Network, software: Software, t: Numbers) -> tuple[Numbers, Numbers]:
+    """Numbers moved per token and hidden unit to rotate queries and keys and to normalize them, and
+    kernels for it; what other programs do of it is in their own coefficients."""
+    wide = 4 / np.asarray(software.compute_bytes)  # numbers in fp32, in which both are computed
+    fused = np.asarray(software.fused)
+    rotated, normalized = np.asarray(network.rotary_size) > 0, np.asarray(network.qk_norm) != "none"
+    # Two products of each half, a sum, the cast back, and the halves joined; else in and out.
+    rotary = np.where(rotated, np.where(fused, 2.0, 5.0 + 6.0 * wide), 0.0)
+    norms = np.where(normalized, np.where(fused, 2.0, 2.0 + 4.0 * wide), 0.0)
+    key = network.key_width / network.key_pieces(t)
+    share = (network.query_width / t + key) / network.hidden
+    return (rotary + norms) * share, np.where(rotated, 18.0, 0.0) + np.where(normalized, 6.0, 0.0)
+
+
+def weight_shapes(network: Network, t: Numbers) -> dict[str, tuple[Numbers, Numbers, Numbers]]:
+    """(out, in) of the weights of one layer that one rank multiplies with, and how many there are
+    of each: keys and values, or a gate, are products of their own or part of another."""
+    h, ffn = network.hidden, network.ffn / t
+    query, key = network.query_width / t, network.key_width / network.key_pieces(t)
+    joint = np.asarray(network.joint_products)
+    together = joint | (np.asarray(network.shared_heads) == network.heads)
+    wide = ffn * np.where(np.asarray(network.gated) & joint, 2, 1)
+    gates = np.where(np.asarray(network.gated) & ~joint, 1, 0)
     return {
-        "qkv": (h * (1 + 2 * network.kv_share) / t, h),
-        "out": (h, h / t),
-        "up": (wide / t, h),
-        "down": (h, network.ffn / t),
+        "qkv": (query + np.where(together, 2 * key, 0), h, 1),
+        "kv": (key, h, np.where(together, 0, 2)),
+        "out": (h, query, 1),
+        "gate": (ffn, h, gates),
+        "up": (wide, h, 1),
+        "down": (h, ffn, 1),
     }
 
 
@@ -172,11 +202,12 @@ def _products(
     network: Network, tokens: Numbers, t: Numbers, machine: Machine, c: Coefficients, size: Numbers
 ) -> tuple[Numbers, Numbers]:
     machine = replace(machine, peak=machine.peak * machine.linear_gain)
-    each = [
-        linear_seconds(tokens, n, k, machine, c, size)
-        for n, k in weight_shapes(network, t).values()
-    ]
-    return sum(forward for forward, _ in each), sum(backward for _, backward in each)
+    forward: Numbers = 0.0
+    backward: Numbers = 0.0
+    for n, k, times in weight_shapes(network, t).values():
+        there, back = linear_seconds(tokens, n, k, machine, c, size)
+        forward, backward = forward + times * there, backward + times * back
+    return forward, backward
 
 
 def _attention(
@@ -186,9 +217,9 @@ def _attention(
     the pairs, no traffic, a rate of its own; its backward pass makes the scores again."""
     s = network.seq
     sequences = spread.micro_batch / spread.mp / spread.context
-    flops = forward_flops(network.hidden, 0, 0, s).core * s * sequences
+    flops = forward_flops(network.query_width, 0, 0, s).core * s * sequences
     rate = machine.peak * machine.sustained
-    head_size = network.hidden / network.heads
+    head_size = network.query_width / network.heads
     table = sequences * network.heads * s * s * c.scores / machine.layer_bandwidth
     # Matrix units take rows of 8 numbers of 2 bytes; other head sizes are multiplied without them.
     spurned = (head_size % 8 > 0) & (machine.units > 1)

@@ -270,7 +270,8 @@ def _own(workload: Workload, cluster: Cluster) -> tuple[Spread | None, str | Non
             f"does not divide over {dp * spread.sharding} data ranks"
         )
     spread = replace(spread, dp=dp, micro_batches=local // spread.micro_batch)
-    legal = divides_model(spread.mp, network.heads, network.ffn) and (
+    divides = divides_model(spread.mp, network.heads, network.ffn, network.shared_heads)
+    legal = divides and (
         spread.pp == 1
         or (
             stages_fit(network.layers, spread.pp, spread.virtual)

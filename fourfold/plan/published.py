@@ -313,6 +313,7 @@ def _model_flops(network: Network, passes: int = 3) -> float:
     """Of one token, full attention; the layers' in so many forward passes."""
     parts = forward_flops(
         network.hidden, network.ffn, network.vocab, network.seq,
+        query_share=network.query_width / network.hidden,
         kv_share=network.kv_share, mlp_matrices=3 if network.gated else 2,
     )  # fmt: skip
     return float(network.layers * passes * parts.layer + 3 * parts.head)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.cost.workload import options_of
 from fourfold.plan.cluster import GIB, UNCHECKED_BAND, Cluster
 from fourfold.plan.layertime import TILE, head_seconds, layer_time, linear_seconds, weight_shapes
 from fourfold.plan.machine import Group, bus_bandwidth
@@ -96,6 +97,8 @@ def heading_lines(plan: Plan) -> Iterator[str]:
         f"{count_of(plan.cluster.world, 'device')}, global batch {workload.global_batch} x "
         f"{workload.network.seq} tokens, {workload.precision}"
     )
+    if options := options_of(workload.shape):
+        yield f"network: {options}"
     ways = count_of(len(plan.candidates), "way")
     yield (
         f"{count_of(looked, 'legal layout')}, {fitting:,} fit in "
@@ -363,10 +366,14 @@ def _layer(plan: Plan, candidate: Candidate) -> Iterator[str]:
         f"{float(machine.sustained):.3f} / (1 + {c.wave:.3f} x {machine.units} x {TILE} / (m n)) / "
         f"(1 + {c.inner:.1f} / k), or as fast as its operands can be moved"
     )
-    for name, (n, k) in weight_shapes(network, spread.mp).items():
+    for name, (n, k, times) in weight_shapes(network, spread.mp).items():
+        if not times:
+            continue
         forward, backward = linear_seconds(tokens, n, k, machine, c, size)
+        called = "q" if name == "qkv" and n < 3 * network.key_width / spread.mp else name
         yield (
-            f"  {name:<6}m {tokens} n {float(n):.0f} k {float(k):.0f}: "
+            f"  {called:<6}m {tokens} n {float(n):.0f} k {float(k):.0f}"
+            f"{' twice' if times == 2 else ''}: "
             f"{2 * tokens * float(n) * float(k):.4g} FLOPs forward in "
             f"{MS * float(forward):.3f} ms, twice that backward in {MS * float(backward):.3f} ms"
         )

@@ -69,7 +69,7 @@ def legal_spreads(workload: Workload, world: int, fixed: Fixed | None = None) ->
 def _degrees(workload: Workload, world: int, fixed: Fixed) -> Iterator[tuple[int, int, int, int]]:
     network = workload.network
     for mp in _allowed(_divisors(world), fixed, "mp"):
-        if not divides_model(mp, network.heads, network.ffn):
+        if not divides_model(mp, network.heads, network.ffn, network.shared_heads):
             continue
         for pp in _allowed(_divisors(world // mp), fixed, "pp"):
             data = world // (mp * pp)

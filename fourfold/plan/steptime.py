@@ -15,11 +15,11 @@ from fourfold.config.rules import V_SCHEDULES
 from fourfold.cost.memory import (
     gathered_bytes,
     layers_of_stage,
-    muon_bytes,
     stage_matrices,
     stage_parameters,
 )
 from fourfold.cost.terms import Breakdown, Numbers, Term
+from fourfold.cost.traffic import muon_bytes
 from fourfold.cost.workload import MOMENT_BYTES, Network, Software, Spread
 from fourfold.plan.layertime import LayerTime, head_seconds, layer_time
 from fourfold.plan.machine import (

@@ -88,8 +88,11 @@ class Detokenizer:
 
 
 def token_logprob(tokenizer: Tokenizer, token: Token, offset: int) -> TokenLogprob:
-    alternatives = tuple((tokenizer.decode([one]), value) for one, value in token.alternatives)
-    return TokenLogprob(tokenizer.decode([token.id]), token.logprob, alternatives, offset)
+    alternatives = tuple(
+        (tokenizer.decode([one], continues=True), value) for one, value in token.alternatives
+    )
+    text = tokenizer.decode([token.id], continues=True)
+    return TokenLogprob(text, token.logprob, alternatives, offset)
 
 
 def echo_piece(

@@ -143,7 +143,7 @@ def _encoded(text: str, context: ServingContext) -> list[int]:
         fewest = -(-len(text.encode(errors="replace")) // longest)
         if fewest > context.positions:
             raise _too_long(f"at least {fewest}", context, "prompt")
-    return context.tokenizer.encode(text)
+    return context.tokenizer.encode_prompt(text)
 
 
 def _too_long(prompt: str, context: ServingContext, param: str) -> ApiError:

@@ -56,6 +56,11 @@ CALIBRATE = "plan -c steps.yaml --cluster A100 --calibrate steps"
 DRY_RUN = "plan --dry-run -c short.yaml"
 DOCTOR = "doctor --seconds 0.05"
 ACCEPT = "accept --quick --device cpu --nproc 1 --only memory"
+MUP_CHECK = "mup check -c run.yaml --widths 16,32 --steps 1"
+MUP_SWEEP = (
+    "mup sweep -c run.yaml --widths 16,32 --steps 10 --learning-rates 0.0001,0.01,10 "
+    "-o Data.dataset.max_seq_len=8"
+)
 QUICKSTART = "quickstart -c short.yaml --max-mb 0.05 -o Engine.max_steps=1"
 PREPARE = "data prepare -i texts.jsonl --output-prefix new --tokenizer tokenizer.json --workers 1"
 LEARN = "data train-tokenizer -i texts.jsonl --output new.json --vocab-size 280"
@@ -171,6 +176,21 @@ ROWS: dict[str, Row] = {
     "plan --world": Row(DRY_RUN, "... --world 2", "rank 0 of 2"),
     "plan --self-test": Row("plan", "... --self-test", "met  ", slow=True),
     "plan --rows": Row("plan --rows none.csv", "... --self-test", "none.csv: cannot be read"),
+    # mup
+    "mup check --config": Row(MUP_CHECK.replace("-c run.yaml", ""), MUP_CHECK, "base width 16"),
+    "mup check --override": Row(MUP_CHECK, "... -o Model.mup_base_width=8", "base width 8"),
+    "mup check --widths": Row(MUP_CHECK, "... --widths 16,48", "width 48"),
+    "mup check --steps": Row(MUP_CHECK, "... --steps 2", "after 2 steps"),
+    "mup check --random-tokens": Row(
+        f"{MUP_CHECK} -o Data.dataset.input_dir=none", "... --random-tokens", "base width 16"
+    ),
+    "mup check --plot": Row(MUP_CHECK, "... --plot new.png", "drawn: new.png"),
+    "mup sweep --config": Row(MUP_SWEEP.replace("-c run.yaml", ""), MUP_SWEEP, "best rate"),
+    "mup sweep --override": Row(MUP_SWEEP, "... -o Model.mup_base_width=8", "base width 8"),
+    "mup sweep --widths": Row(MUP_SWEEP, "... --widths 16", REFUSED + "one width"),
+    "mup sweep --learning-rates": Row(MUP_SWEEP, "... --learning-rates 1,2", REFUSED + "--learn"),
+    "mup sweep --steps": Row(MUP_SWEEP, "... --steps 11", "of 11 steps"),
+    "mup sweep --plot": Row(MUP_SWEEP, "... --plot new.png", "drawn: new.png"),
     # accept
     "accept --output": Row(ACCEPT, "... --output told", "told/acceptance.html"),
     "accept --quick": Row(ACCEPT.replace(" --quick", ""), ACCEPT, "rows that --quick"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fourfold.compat.megatron_flags import read_flags
 from fourfold.config import Config, load_config
 from fourfold.errors import ConfigError, UserError
 from fourfold.model import ModelShape, count_parameters
+from fourfold.model.params import RopeScaling
 from fourfold.optim import build_schedule
 
 GPT2_SIZE = 50257
@@ -165,6 +167,108 @@ def test_wsd_is_megatrons(tmp_path: Path) -> None:
     assert rates == pytest.approx([top] * 4 + down + [low])
 
 
+# -- other networks ------------------------------------------------------------------------------
+
+TINY = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 4 --lr 1e-3 --train-iters 50 "
+    "--data-path d --tokenizer-type NullTokenizer --vocab-size 1000"
+)
+LLAMA = (
+    "--swiglu --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm "
+    "--group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights "
+    "--disable-bias-linear"
+)
+
+
+def model_of(directory: Path, words: str) -> dict[str, object]:
+    """The keys of the `Model` section that differ from what the flags give without `words`."""
+    shapes = []
+    for number, given in enumerate((TINY, f"{TINY} {words}")):
+        config = config_of(directory / str(number), given, world_size=1)
+        shapes.append(ModelShape.of(config.Model))
+    plain, changed = shapes
+    return {
+        field.name: getattr(changed, field.name)
+        for field in fields(ModelShape)
+        if getattr(changed, field.name) != getattr(plain, field.name)
+    }
+
+
+def test_a_llama_in_flags(tmp_path: Path) -> None:
+    assert model_of(tmp_path, f"{LLAMA} --use-rope-scaling") == {
+        "activation": "swiglu",
+        "ffn_hidden_size": 2688,  # 8/3 of 1024, down to a multiple of 64
+        "position_embedding": "rotary",
+        "rope_theta": 500000.0,
+        "rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0),
+        "normalization": "RMSNorm",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "bias": "none",
+    }
+    lines = (tmp_path / "1" / "config.yaml").read_text()
+    assert "ffn_hidden_size: 2688  # 8/3 of --hidden-size 1024 in steps of 64, by --swiglu" in lines
+    assert "factor: 8.0  # --rope-scaling-factor by default" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("--group-query-attention", {"num_key_value_heads": 1}),
+        ("--num-key-value-heads 2", {"num_key_value_heads": 2}),
+        ("--kv-channels 128", {"head_dim": 128}),
+        ("--qk-layernorm", {"qk_norm": "per_head"}),
+        ("--squared-relu", {"activation": "relu_squared"}),
+        ("--no-bias-gelu-fusion", {"activation": "gelu"}),
+        ("--openai-gelu", {}),
+        ("--swiglu --ffn-hidden-size 512", {"activation": "swiglu", "ffn_hidden_size": 512}),
+        ("--normalization rmsnorm", {"normalization": "RMSNorm"}),
+        ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
+        ("--norm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
+        ("--position-embedding-type none", {"position_embedding": "none"}),
+        ("--no-position-embedding", {"position_embedding": "none"}),
+        (
+            "--use-rotary-position-embeddings --no-position-embedding --rotary-percent 0.25",
+            {"position_embedding": "rotary", "partial_rotary_factor": 0.25},
+        ),
+        (
+            "--position-embedding-type rope --rotary-seq-len-interpolation-factor 4",
+            {"position_embedding": "rotary", "rope_scaling": RopeScaling("linear", 4.0, 16)},
+        ),
+        ("--window-size 31,0", {"sliding_window": 32}),
+        (
+            "--window-size=(31,0) --window-attn-skip-freq 4",
+            {"sliding_window": 32, "sliding_window_layers": (0, 1, 2)},
+        ),
+        (
+            "--normalization RMSNorm --disable-bias-linear --add-qkv-bias",
+            {"normalization": "RMSNorm", "bias": "qkv"},
+        ),
+        ("--add-qkv-bias", {}),
+    ],
+)
+def test_flags_of_other_networks(tmp_path: Path, words: str, changed: dict[str, object]) -> None:
+    assert model_of(tmp_path, words) == changed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--add-qkv-bias", True),
+        ("--normalization RMSNorm --disable-bias-linear --add-qkv-bias", False),
+        ("--swiglu --no-bias-gelu-fusion", True),
+        ("--no-bias-gelu-fusion", False),
+        ("--use-rotary-position-embeddings --no-position-embedding", True),
+        ("--no-position-embedding", False),
+    ],
+)
+def test_a_flag_of_the_network_that_changes_nothing_is_named(words: str, told: bool) -> None:
+    last = words.split()[-1]
+    lines = notices(read_flags(f"{TINY} --save x {words}".split()))
+    assert any(last in line for line in lines) == told
+
+
 def test_bf16_has_master_weights_as_in_megatron(tmp_path: Path) -> None:
     precision = config_of(tmp_path, TRAIN.replace("--fp16", "--bf16")).Engine.mix_precision
     assert (precision.dtype, precision.level) == ("bfloat16", "O2")
@@ -191,7 +295,30 @@ def test_bf16_has_master_weights_as_in_megatron(tmp_path: Path) -> None:
         (f"{TRAIN} --lr-wsd-decay-iters 3", "does not go with --train-samples"),
         (f"{TRAIN} --loss-scale 1024", "--loss-scale is not supported: .* --initial-loss-scale"),
         (f"{TRAIN} --deepspeed", "no DeepSpeed runs here; .* --use-distributed-optimizer"),
-        (f"{TRAIN} --swiglu", "--swiglu is not supported: the network is GPT-3's"),
+        (f"{TRAIN} --num-experts 8", "--num-experts is not supported: there are no experts here"),
+        (f"{TRAIN} --rotary-interleaved", "not supported: rotary pairs are a head's halves"),
+        (f"{TRAIN} --apply-layernorm-1p", "--apply-layernorm-1p is not supported: a norm's weight"),
+        (f"{TRAIN} --multi-latent-attention", "keys and values are not compressed"),
+        (f"{TRAIN} --position-embedding-type mrope", "invalid choice: 'mrope'"),
+        (f"{TRAIN} --normalization BatchNorm", "neither LayerNorm nor RMSNorm"),
+        (f"{TRAIN} --num-query-groups 8", "no effect without --group-query-attention; add that"),
+        (f"{TRAIN} --rope-scaling-factor 4", "no effect without --use-rope-scaling"),
+        (f"{TRAIN} --rotary-base 5e5", "no effect without rotary positions; add --position-embed"),
+        (f"{TRAIN} --window-attn-skip-freq 4", "no effect without --window-size"),
+        (f"{TRAIN} --window-size 127,1", "'127,1' looks ahead; attention is causal"),
+        (f"{TRAIN} --window-size 127", "'127' is not a pair of numbers such as 127,0"),
+        (f"{TRAIN} --window-size (-1,0)", "is not a pair of numbers"),
+        (f"{TRAIN} --swiglu --squared-relu", "--swiglu and --squared-relu exclude each other"),
+        (f"{TRAIN} --disable-bias-linear", "leaves Megatron's LayerNorm its bias"),
+        (
+            f"{TRAIN} --use-rotary-position-embeddings --position-embedding-type none",
+            "contradict; leave one of them out",
+        ),
+        (
+            f"{TRAIN} --use-rotary-position-embeddings --use-rope-scaling "
+            "--rotary-seq-len-interpolation-factor 2",
+            "exclude each other",
+        ),
         (f"{TRAIN} --train-data-path d", "--data-path and --train-data-path exclude each other"),
         (f"{TRAIN} --vocab-size 5", "GPT2BPETokenizer knows its own"),
         (f"{TRAIN} --recompute-method uniform", "goes with --recompute-granularity full"),

@@ -16,11 +16,11 @@ from fourfold.config.reference import json_schema, markdown_reference
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = sorted((Path(__file__).parent / "blocks").glob("*.yaml"))
-SHIPPED = sorted((ROOT / "configs" / "gpt").rglob("*.yaml"))
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def shipped(name: str, **kwargs: object) -> Config:
-    return load_config(ROOT / "configs" / "gpt" / name, **kwargs)
+    return load_config(ROOT / "configs" / name, **kwargs)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda path: path.stem)
@@ -70,30 +70,42 @@ def test_shipped_file_comments_every_key(path: Path) -> None:
             assert above.lstrip().startswith("#"), line
 
 
-def test_eight_files_are_shipped() -> None:
-    assert {str(path.relative_to(ROOT / "configs" / "gpt")) for path in SHIPPED} == {
-        "quickstart.yaml",
-        "quickstart_gpt2.yaml",
-        "single/configs_345m_single_card.yaml",
-        "single/configs_1.3B_single_card.yaml",
-        "hybrid_parallel/configs_1.3B_dp8.yaml",
-        "hybrid_parallel/configs_6.7B_sharding16.yaml",
-        "hybrid_parallel/configs_175B_mp8_pp16.yaml",
-        "auto_parallel/configs_345M_dp8.yaml",
+def test_these_files_are_shipped() -> None:
+    assert {str(path.relative_to(ROOT / "configs")) for path in SHIPPED} == {
+        "gpt/quickstart.yaml",
+        "gpt/quickstart_gpt2.yaml",
+        "gpt/modern_124M.yaml",
+        "gpt/single/configs_345m_single_card.yaml",
+        "gpt/single/configs_1.3B_single_card.yaml",
+        "gpt/hybrid_parallel/configs_1.3B_dp8.yaml",
+        "gpt/hybrid_parallel/configs_6.7B_sharding16.yaml",
+        "gpt/hybrid_parallel/configs_175B_mp8_pp16.yaml",
+        "gpt/auto_parallel/configs_345M_dp8.yaml",
+        "llama/llama_1B.yaml",
+        "llama/llama_3B.yaml",
+        "llama/llama_8B.yaml",
+        "qwen3/qwen3_0.6B.yaml",
+        "qwen3/qwen3_4B.yaml",
     }
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "global_batch", "accumulate"),
     [
-        ("quickstart.yaml", 1, 16, 2),
-        ("quickstart_gpt2.yaml", 1, 16, 2),
-        ("single/configs_345m_single_card.yaml", 1, 8, 1),
-        ("single/configs_1.3B_single_card.yaml", 1, 8, 1),
-        ("hybrid_parallel/configs_1.3B_dp8.yaml", 8, 64, 1),
-        ("hybrid_parallel/configs_6.7B_sharding16.yaml", 16, 128, 1),
-        ("hybrid_parallel/configs_175B_mp8_pp16.yaml", 128, 1536, 1536),
-        ("auto_parallel/configs_345M_dp8.yaml", 8, 64, 1),
+        ("gpt/quickstart.yaml", 1, 16, 2),
+        ("gpt/quickstart_gpt2.yaml", 1, 16, 2),
+        ("gpt/modern_124M.yaml", 1, 512, 64),
+        ("gpt/single/configs_345m_single_card.yaml", 1, 8, 1),
+        ("gpt/single/configs_1.3B_single_card.yaml", 1, 8, 1),
+        ("gpt/hybrid_parallel/configs_1.3B_dp8.yaml", 8, 64, 1),
+        ("gpt/hybrid_parallel/configs_6.7B_sharding16.yaml", 16, 128, 1),
+        ("gpt/hybrid_parallel/configs_175B_mp8_pp16.yaml", 128, 1536, 1536),
+        ("gpt/auto_parallel/configs_345M_dp8.yaml", 8, 64, 1),
+        ("llama/llama_1B.yaml", 8, 512, 64),
+        ("llama/llama_3B.yaml", 8, 512, 64),
+        ("llama/llama_8B.yaml", 8, 512, 64),
+        ("qwen3/qwen3_0.6B.yaml", 8, 1024, 64),
+        ("qwen3/qwen3_4B.yaml", 8, 1024, 128),
     ],
 )
 def test_shipped_file_on_its_machine(
@@ -137,7 +149,7 @@ def test_odd_values_survive_the_round_trip(load: Load) -> None:
 
 
 def test_yaml_with_comments_carries_every_description() -> None:
-    config = shipped("quickstart.yaml")
+    config = shipped("gpt/quickstart.yaml")
     with_comments = " ".join(config.to_yaml(comments=True).replace("#", " ").split())
     for path, field in leaves(Config):
         assert field.description, path

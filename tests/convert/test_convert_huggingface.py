@@ -164,11 +164,15 @@ def test_names_without_prefix_and_with_masks(tmp_path: Path) -> None:
     [
         {"n_inner": 48},
         {"activation_function": "gelu_pytorch_tanh"},
+        {"activation_function": "gelu"},
+        {"activation_function": "relu2"},
+        {"layer_norm_epsilon": 1e-3},
+        {"tie_word_embeddings": False},
         {"scale_attn_by_inverse_layer_idx": True},
         {"scale_attn_weights": False},
         {"reorder_and_upcast_attn": True},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=str,
 )
 def test_variants_that_are_mapped(tmp_path: Path, changes: dict[str, Any]) -> None:
     network = make(tmp_path / "hf", **changes)
@@ -181,11 +185,9 @@ def test_variants_that_are_mapped(tmp_path: Path, changes: dict[str, Any]) -> No
     "changes",
     [
         {"activation_function": "relu"},
-        {"activation_function": "gelu"},
-        {"layer_norm_epsilon": 1e-6},
-        {"tie_word_embeddings": False},
+        {"layer_norm_epsilon": -1e-6},
         {"add_cross_attention": True},
-        {"model_type": "llama"},
+        {"model_type": "mamba"},
         {"auto_map": {"AutoModel": "code.Model"}},
         {"quantization_config": {"bits": 8}},
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.foreign_files import megatron_tree, weights
+from helpers.sentence_files import tiny_sentence_model
 from helpers.tiny_text_run import TEXT, TextRun, make_run
 from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerFile
@@ -17,7 +20,8 @@ from fourfold.cli import command_line
 from fourfold.convert import convert
 from fourfold.engine import build_engine
 from fourfold.errors import CheckpointError
-from fourfold.tokenizer import END_OF_TEXT, Tokenizer, train
+from fourfold.tokenizer import END_OF_TEXT, Tokenizer, ranks, rules, train
+from fourfold.tokenizer.facts import SpecialNames
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,6 +118,57 @@ def test_every_kind_of_tokenizer_is_exported(tmp_path: Path, kind: str) -> None:
     # Two files that would be read as GPT-2's, and split text by another rule, are not written.
     assert not (tmp_path / "hf" / "vocab.json").exists()
     assert f"Tokenizer: {kind} of" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def of_family(family: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small tokenizer in the files, and with the rules, of a family."""
+    place.mkdir()
+    if family == "Llama 3":
+        names = SpecialNames(eos="<|end|>", bos="<|begin|>", adds_bos=True)
+        small = ranks.Family("small", 256, rules.LLAMA3, names, ("<|begin|>", "<|end|>"))
+        monkeypatch.setattr(ranks, "FAMILIES", (small,))
+        lines = [b"%s %d" % (base64.b64encode(bytes([one])), one) for one in range(256)]
+        (place / "tokenizer.model").write_bytes(b"\n".join(lines))
+    elif family == "Mistral":
+        (place / "tokenizer.model").write_bytes(tiny_sentence_model())
+    else:
+        words = train(["the cat sat on the mat"] * 9, 262)
+        file = TokenizerFile.from_str(words.to_json())
+        file.add_special_tokens(["<begin>", "<end>", "<fill>"])
+        file.save(str(place / "tokenizer.json"))
+        config = {"eos_token": "<end>", "bos_token": "<begin>", "pad_token": "<fill>"}
+        config_file = place / "tokenizer_config.json"
+        config_file.write_text(json.dumps(config | {"add_bos_token": family == "DeepSeek"}))
+    return place
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Mistral", "DeepSeek", "Qwen"])
+def test_every_family_is_exported_as_transformers_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    place = of_family(family, tmp_path / "words", monkeypatch)
+    words = Tokenizer.load(place)
+    assert bool(words.begin_ids) == (family != "Qwen")
+    megatron_tree(tmp_path / "source", weights(vocabulary=words.vocab_size))
+    convert(tmp_path / "source", tmp_path / "hf", "hf", tokenizer=place)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ("ab aab  ba", "the cat's 1234 (x)\n\n", "北京"):
+        assert theirs.encode(text) == words.encode_prompt(text)
+        assert theirs.decode(words.encode(text)) == words.decode(words.encode(text))
+    assert (theirs.eos_token_id, theirs.eos_token) == (words.eos_id, words.eos_token)
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described["eos_token_id"] == words.eos_id
+    assert described["bos_token_id"] == theirs.bos_token_id
+    again = Tokenizer.load(tmp_path / "hf")
+    assert (again.identity, again.begin_ids) == (words.identity, words.begin_ids)
+    # Our own form keeps it too, with what its one file does not say.
+    convert(tmp_path / "hf", tmp_path / "own", "fourfold")
+    kept = Tokenizer.load(tmp_path / "own" / "tokenizer.json")
+    assert (kept.identity, kept.begin_ids, kept.eos_id) == (
+        words.identity,
+        words.begin_ids,
+        words.eos_id,
+    )
 
 
 def test_exported_tokenizer_pads_batches(run: TextRun, tmp_path: Path) -> None:

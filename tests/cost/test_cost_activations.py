@@ -9,8 +9,8 @@ from helpers.kept_bytes import kept_bytes
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import Network, Software, Spread
 from fourfold.model import GPT, ModelShape, initialize
-from fourfold.model.gpt import LayerNorm
 from fourfold.model.kernels import usable
+from fourfold.model.layers import LayerNorm
 from fourfold.parallel.recompute import Recompute, apply_recompute
 
 TOKENS, LENGTH = 4 * 128, 128

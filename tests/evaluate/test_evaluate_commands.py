@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_text_run import TextRun, make_run, sentences
+from helpers.tiny_text_run import MODERN, TextRun, make_run, sentences
 from typer.testing import CliRunner
 
 from fourfold.cli import command_line
@@ -20,6 +20,11 @@ from fourfold.generate.loading import load_trained
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
     return make_run(tmp_path_factory.mktemp("text_run"))
+
+
+@pytest.fixture(scope="module")
+def modern(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
+    return make_run(tmp_path_factory.mktemp("modern_run"), **MODERN)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,17 @@ def total_loss(run: TextRun, tokens: list[int], seq_len: int) -> float:
         row = torch.tensor([tokens[start : start + seq_len + 1]])
         total += float(model(row[:, :-1], row[:, 1:]))
     return total
+
+
+@pytest.mark.parametrize(("weights", "within"), [("float32", 1e-4), ("int8", 2e-2)])
+def test_perplexity_of_a_modern_network(
+    weights: str, within: float, text_file: Path, modern: TextRun
+) -> None:
+    """Longer than its window, with capped logits."""
+    config = modern.load(f"Eval.eval_path={text_file}", f"Inference.weights={weights}")
+    tokens = modern.tokenizer.encode(text_file.read_text())
+    loss = total_loss(modern, tokens, 32) / (len(tokens) - 1)
+    assert evaluate(config, quiet).numbers["loss"] == pytest.approx(loss, rel=within)
 
 
 def test_perplexity_of_a_text(run: TextRun, text_file: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.forked import fourfold
 from helpers.ranks import on_ranks
-from helpers.tiny_text_run import TextRun, make_run
+from helpers.tiny_text_run import MODERN, TextRun, make_run
 
 from fourfold.config import load_config
 from fourfold.convert import convert
@@ -88,6 +88,21 @@ def test_the_same_text_as_one_process(layout: str, strategy: str, run: TextRun) 
     (alone,) = texts_of(run, 1, STRATEGIES[strategy])
     assert all(alone) and len(alone) == len(PROMPTS)
     for written in texts_of(run, size, [*degrees, *STRATEGIES[strategy]]):
+        assert written == alone
+
+
+@pytest.fixture(scope="module")
+def modern(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
+    return make_run(tmp_path_factory.mktemp("modern"), 4, 321, **MODERN)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", ["mp2", "pp2", "pp2 zbv", "sharding2"])
+def test_a_modern_network_too(layout: str, strategy: str, modern: TextRun) -> None:
+    size, degrees = LAYOUTS[layout]
+    (alone,) = texts_of(modern, 1, STRATEGIES[strategy])
+    assert all(alone) and len(alone) == len(PROMPTS)
+    for written in texts_of(modern, size, [*degrees, *STRATEGIES[strategy]]):
         assert written == alone
 
 

@@ -3,17 +3,27 @@ differences that are documented, each shown."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.networks import Recomputing
 from model.test_transformers_parity import SHAPE, to_ours
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen3Config,
+)
 
 from fourfold.generate import Decoder, Options, generate
 from fourfold.generate.session import stream_seed
-from fourfold.model import GPT
+from fourfold.model import GPT, ModelShape
+from fourfold.model.params import RopeScaling
 
 EOS = 7
 PROMPTS = [[5, 9, 13], [200, 4, 77, 5, 5, 31, 8], [999]]
@@ -219,3 +229,106 @@ def test_repetition_penalty_comes_after_the_minimum_length_here() -> None:
     options = Options(max_dec_len=3, min_dec_len=3, repetition_penalty=0.01, seed=1)
     [[result]] = generate(Recomputing(Fixed([0.2, 0.7, 0.1])), [[1]], options, eos_id=1)
     assert 1 not in result.ids
+
+
+# Modern networks, their weights copied by name
+
+MODERN = ModelShape(
+    vocab_size=160,
+    hidden_size=48,
+    num_layers=3,
+    num_attention_heads=4,
+    ffn_hidden_size=80,
+    max_position_embeddings=64,
+    num_key_value_heads=2,
+    head_dim=16,
+    activation="swiglu",
+    normalization="RMSNorm",
+    norm_epsilon=1e-6,
+    bias="none",
+    tie_word_embeddings=False,
+    position_embedding="rotary",
+)
+LLAMA3 = RopeScaling("llama3", 4.0, original_max_position_embeddings=16)
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=16)
+PEERS = {
+    "llama": (LlamaConfig, MODERN),
+    "llama3": (LlamaConfig, replace(MODERN, rope_scaling=LLAMA3)),
+    "yarn": (LlamaConfig, replace(MODERN, rope_scaling=YARN)),
+    "mistral": (MistralConfig, replace(MODERN, sliding_window=6)),
+    "qwen3": (Qwen3Config, replace(MODERN, qk_norm="per_head", tie_word_embeddings=True)),
+    "olmo2": (Olmo2Config, replace(MODERN, qk_norm="all_heads", norm_placement="post")),
+}
+PARTS = {
+    "model.embed_tokens.": "embeddings.word.",
+    "model.norm.": "norm.",
+    "lm_head.": "head.",
+    "model.layers.": "layers.",
+    "self_attn.o_proj.": "attn.out.",
+    "self_attn.q_proj.": "attn.in_proj.q.",
+    "self_attn.k_proj.": "attn.in_proj.k.",
+    "self_attn.v_proj.": "attn.in_proj.v.",
+    "self_attn.q_norm.": "attn.q_norm.",
+    "self_attn.k_norm.": "attn.k_norm.",
+    "mlp.gate_proj.": "mlp.in_proj.gate.",
+    "mlp.up_proj.": "mlp.in_proj.up.",
+    "mlp.down_proj.": "mlp.down.",
+    "input_layernorm.": "norm1.",
+}
+
+
+def modern_pair(name: str) -> tuple[GPT, Any]:
+    kind, shape = PEERS[name]
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_scaling.type != "none":
+        given = asdict(shape.rope_scaling)
+        rope |= {key: value for key, value in given.items() if value is not None and key != "type"}
+        rope["rope_type"] = shape.rope_scaling.type
+    torch.manual_seed(11)
+    config = kind(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.norm_epsilon,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        rope_parameters=rope,
+        sliding_window=shape.sliding_window,
+        initializer_range=0.3,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+    )
+    peer = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # What a pre-norm network calls the norm after attention is the one before its second block.
+    is_post = shape.norm_placement == "post"
+    norms = {"post_attention_layernorm.": "norm1." if is_post else "norm2."}
+    norms["post_feedforward_layernorm."] = "norm2."
+    weights = {}
+    for theirs, tensor in peer.named_parameters():
+        own = theirs
+        for part, spelling in (PARTS | norms).items():
+            own = own.replace(part, spelling)
+        weights[own] = tensor.detach().clone()
+    model = GPT(shape)
+    model.load_state_dict(weights)
+    return model, peer
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", PEERS)
+def test_modern_networks_write_the_same(name: str, beams: int) -> None:
+    """Beyond the first period of stretched positions, and beyond a window."""
+    model, peer = modern_pair(name)
+    prompts = [[5, 9, 13], list(range(40, 64)), [99]]
+    search: dict[str, Any] = {"decode_strategy": "greedy_search"}
+    if beams > 1:
+        search = {"decode_strategy": "beam_search", "num_beams": beams}
+    found = ours(Decoder(model), prompts, max_dec_len=32, **search)
+    for prompt, [ids] in zip(prompts, found):
+        kept = {"do_sample": False, "num_beams": beams, "max_new_tokens": 32}
+        assert [ids] == theirs(peer, prompt, **kept)

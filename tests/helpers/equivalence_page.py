@@ -48,7 +48,7 @@ ReLU, soft-capped logits, z-loss, scales). With more model-parallel ranks than k
 ranks share them.
 
 `make equivalence` runs the table and writes this page; `make test` runs a third of it,
-`make test-all` all of it. Measured on 2 Xeon cores with torch 2.13.0.
+`make test-all` all of it. Measured on 2 cores of an AMD EPYC (Zen 4) with torch 2.13.0.
 
 What no table lists is drawn: `tests/parallel/test_random_layouts.py` combines layouts of up to
 eight processes with schedules, precisions, recomputation, dropout, packed documents, mixtures,

@@ -13,14 +13,14 @@ from fourfold.parallel import recompute
 
 def kept_bytes(model: nn.Module, tokens: Tensor) -> int:
     """Bytes of distinct storages autograd keeps of one batch, the weights and their casts aside."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
     shapes = {p.shape for p in model.parameters()} | {p.t().shape for p in _matrices(model)}
     seen: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and tensor.shape not in shapes:
-            seen[storage.data_ptr()] = tensor  # held, so that its memory is nobody else's
+        block = tensor.untyped_storage()._cdata  # which tensors without memory have too
+        if block not in weights and tensor.shape not in shapes:
+            seen[block] = tensor  # held, so that its memory is nobody else's
         return tensor
 
     real = recompute.saved_tensors_hooks

@@ -32,6 +32,7 @@ SECTIONS = re.compile(r"^(\w+\.)+")
 FIVE_LAYERS = ("Model.num_layers=5",)
 ODD_VOCABULARY = ("Model.vocab_size=1027",)
 DROPOUT = ("Model.hidden_dropout_prob=0.2",)
+MUP = ("Model.mup_base_width=8",)
 DOCUMENTS = ("Data.dataset.reset_attention_mask=True", "Data.dataset.reset_position_ids=True")
 MUON = ("Optimizer.name=Muon",)
 
@@ -260,6 +261,11 @@ CASES = [
     Case("pp2 zbv mp2 sp", extras=recompute("full")),
     Case("pp2 mp2 sp", DOCUMENTS, quick=True),
     Case("sh2 stage3", DOCUMENTS),
+    # muP: initial weights, learning rates and logits by width.
+    Case("mp2 sp", MUP, quick=True),
+    Case("pp2 sh2 stage3", MUP),
+    Case("dp2 pp2 mp2", MUP, extras=recompute("full")),
+    Case("dp2", MUP, extras=("Fused.tensor_fusion=True",)),
     # Precisions.
     Case("mp2 sp", dtype="float64"),
     Case("pp2 sh2 stage3", dtype="float64"),
@@ -341,6 +347,8 @@ CASES = [
     Case("pp2 interleaved", (*MUON, *FIVE_LAYERS)),
     Case("dp2 sh2 stage3", MUON, extras=("Optimizer.ema_decay=0.9",)),
     Case("sh4 stage3", (*MUON, "Model.hidden_size=36", "Model.num_attention_heads=6")),
+    Case("mp4 sp", MUON, network="llama", quick=True),
+    Case("sh2 stage3 mp4", MUON, network="olmo2"),
     Case("dp2", (*MUON, "Optimizer.muon.lr=2.0e-3", "Optimizer.muon.nesterov=False")),
     Case("pp2 sh2 stage3", MUON, dtype="float64"),
     Case("sh2 stage3", MUON, dtype="bfloat16", level="O2"),

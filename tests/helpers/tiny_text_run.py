@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,6 +16,24 @@ from fourfold.tools.prepare.pipeline import prepare
 
 TEXT = "the cat sat on a mat and the dog ran after it while rain fell over old stone walls"
 VOCAB = 300
+# One head of keys and values for all, norms over all heads, a window shorter than the texts.
+MODERN: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "qk_norm": "all_heads",
+    "bias": "none",
+    "tie_word_embeddings": False,
+    "position_embedding": "rotary",
+    "sliding_window": 6,
+    "sliding_window_layers": [1],
+    "logit_scale": 0.8,
+    "logit_softcap": 20.0,
+    "attention_scale": 0.2,
+    "embedding_scale": 2.0,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,8 @@ def sentences(count: int, seed: int) -> list[str]:
     ]
 
 
-def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320) -> TextRun:
+def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320, **model: Any) -> TextRun:
+    """`model` are more keys of the `Model` section."""
     run = TextRun(directory)
     texts = sentences(200, seed=1)
     train(texts, VOCAB).save(directory / "tokenizer.json")
@@ -80,6 +100,7 @@ def make_run(directory: Path, num_layers: int = 2, vocab_size: int = 320) -> Tex
                     "hidden_dropout_prob": 0.0,
                     "attention_probs_dropout_prob": 0.0,
                     "use_recompute": False,
+                    **model,
                 },
                 "Optimizer": {"lr": {"max_lr": 1e-2, "min_lr": 1e-3, "decay_steps": 30}},
                 "Generation": {"max_dec_len": 12, "top_k": 20},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold.data import Batch
 from fourfold.model import GPT, ModelShape, initialize, kernels
-from fourfold.model.gpt import document_mask
+from fourfold.model.positions import document_mask
 from fourfold.parallel import Precision
 from fourfold.parallel.recompute import Recompute, apply_recompute
 
@@ -131,11 +131,11 @@ def test_the_default_is_torchs_causal_path(
         nonlocal calls
         calls += 1
         plain = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "enable_gqa": False}
-        assert options == plain
+        assert options == {**plain, "scale": None}
         return attend(q, k, v, is_causal=True)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", causal)
-    monkeypatch.setattr("fourfold.model.gpt.document_mask", None)
+    monkeypatch.setattr("fourfold.model.positions.document_mask", None)
     assert torch.equal(tiny_model(batch.tokens, batch.labels), expected)
     assert calls == 2, "once a layer"
 
@@ -149,7 +149,7 @@ def test_all_layers_share_one_mask(tiny_model: GPT, monkeypatch: pytest.MonkeyPa
         masks.append(document_mask(document_ids, dtype, window))
         return masks[-1]
 
-    monkeypatch.setattr("fourfold.model.gpt.document_mask", recorded)
+    monkeypatch.setattr("fourfold.model.positions.document_mask", recorded)
     kept: set[int] = set()
 
     def keep(tensor: Tensor) -> Tensor:

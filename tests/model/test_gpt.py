@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.cost.flops import flops_per_token
 from fourfold.model import GPT, ModelShape, count_parameters, initialize, kernels
-from fourfold.model.gpt import Linear
 from fourfold.model.init import ROWS_PER_BLOCK, initialize_shards, untrained_loss
+from fourfold.model.layers import Linear
 from fourfold.shards import Shard
 
 PUBLISHED = {  # (hidden, layers, heads, vocabulary): parameters, reference figures

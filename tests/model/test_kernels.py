@@ -5,17 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.kept_bytes import kept_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold import native
-from fourfold.model import GPT, ModelShape, initialize, kernels
-from fourfold.model.rotary import rotate
+from fourfold.model import GPT, ModelShape, attention_kernel, initialize, kernels
+from fourfold.model.positions import rotate
 from fourfold.parallel.recompute import remake_cheap_outputs
 
 pytestmark = pytest.mark.skipif(
@@ -54,8 +56,8 @@ def test_attention_and_its_gradients_are_torchs(
     if in_documents:
         ids = document_ids(B, T, seed)
         mask = ((ids.unsqueeze(2) == ids.unsqueeze(1)) & mask).unsqueeze(1)
-        starts = kernels.document_starts(ids)
-    out = kernels.causal_attention(*kernels.split_heads(ours), starts, 0.0)
+        starts = attention_kernel.document_starts(ids)
+    out = attention_kernel.causal_attention(*attention_kernel.split_heads(ours), starts, 0.0)
     expected = F.scaled_dot_product_attention(*exact.transpose(1, 2).unbind(3), attn_mask=mask)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
     out.backward(upstream.to(dtype))
@@ -98,10 +100,10 @@ def test_shared_keys_rotary_positions_and_windows_are_torchs(
         turns = torch.stack((angles.cos(), angles.sin())) * 1.25
     starts, mask = None, torch.ones(T, T, dtype=torch.bool).tril()
     if window is not None:
-        starts = kernels.within_window(torch.zeros(B, T, dtype=torch.int32), window)
+        starts = attention_kernel.within_window(torch.zeros(B, T, dtype=torch.int32), window)
         mask = mask.triu(1 - window)
     q, k, v = (one.transpose(1, 2) for one in ours)
-    out = kernels.causal_attention(q, k, v, starts, 0.0, turns=turns, scale=scale)
+    out = attention_kernel.causal_attention(q, k, v, starts, 0.0, turns=turns, scale=scale)
     q, k, v = (one.transpose(1, 2) for one in exact)
     if turns is not None:
         q, k = (rotate(one, turns.double()) for one in (q, k))
@@ -119,8 +121,8 @@ def test_rotated_numbers_are_those_of_rotate_to_the_bit() -> None:
     turns = torch.randn(2, 1, 40, 8)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (torch.randn(2, 4, 40, 16).to(dtype) for _ in range(3))
-        fused = kernels.causal_attention(q, k, v, None, 0.0, turns=turns)
-        apart = kernels.causal_attention(rotate(q, turns), rotate(k, turns), v, None, 0.0)
+        fused = attention_kernel.causal_attention(q, k, v, None, 0.0, turns=turns)
+        apart = attention_kernel.causal_attention(rotate(q, turns), rotate(k, turns), v, None, 0.0)
         assert torch.equal(fused, apart)
 
 
@@ -128,7 +130,7 @@ def test_rotary_positions_of_another_size_are_refused() -> None:
     q = torch.randn(2, 1, 5, 8)
     for turns in (torch.ones(2, 1, 4, 4), torch.ones(2, 3, 5, 4), torch.ones(2, 1, 5, 5)):
         with pytest.raises(ValueError, match="rotary positions"):
-            kernels.causal_attention(q, q, q, None, 0.0, turns=turns)
+            attention_kernel.causal_attention(q, q, q, None, 0.0, turns=turns)
 
 
 def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
@@ -138,7 +140,7 @@ def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
 
     def gradients(rows: slice) -> tuple[Tensor, ...]:
         given = [one[rows].clone().requires_grad_() for one in (q, k, v)]
-        out = kernels.causal_attention(*given, None, 0.0)
+        out = attention_kernel.causal_attention(*given, None, 0.0)
         return torch.autograd.grad(out, given, upstream[rows])
 
     for whole, alone in zip(gradients(slice(4)), gradients(slice(1))):
@@ -147,7 +149,7 @@ def test_shared_keys_do_not_depend_on_how_heads_are_dealt_out() -> None:
 
 def test_q_k_and_v_may_lie_anywhere() -> None:
     q, k, v = (torch.randn(2, 20, 3, 8).transpose(1, 2).requires_grad_() for _ in range(3))
-    out = kernels.causal_attention(q, k, v, None, 0.0)
+    out = attention_kernel.causal_attention(q, k, v, None, 0.0)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, expected)
     for ours, torchs in zip(
@@ -161,7 +163,7 @@ def kept(sizes: tuple[int, int, int, int], dropout: float, first_head: int = 0) 
     B, H, T, _ = sizes
     equal = torch.zeros(B, H, T, T)
     names = torch.eye(T).expand(B, H, T, T)
-    return kernels.causal_attention(equal, equal, names, None, dropout, first_head)
+    return attention_kernel.causal_attention(equal, equal, names, None, dropout, first_head)
 
 
 def test_dropout_drops_its_share_and_scales_the_rest() -> None:
@@ -191,7 +193,7 @@ def test_dropout_follows_the_seed_and_the_heads_number() -> None:
 def test_the_gradient_of_dropout_is_that_of_what_was_kept() -> None:
     torch.default_generator.manual_seed(3)
     qkv = random_qkv((1, 2, 24, 8), torch.float32).requires_grad_()
-    out = kernels.causal_attention(*kernels.split_heads(qkv), None, 0.4)
+    out = attention_kernel.causal_attention(*attention_kernel.split_heads(qkv), None, 0.4)
     factor = kept((1, 2, 24, 24), 0.4) * torch.arange(1.0, 25.0).unsqueeze(1)  # 0, or 1 / 0.6
     q, k, v = qkv.transpose(1, 2).unbind(3)
     scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(~torch.ones(24, 24).tril().bool(), -1e30)
@@ -205,9 +207,9 @@ def test_the_gradient_of_dropout_is_that_of_what_was_kept() -> None:
 def test_shared_keys_drop_by_the_heads_of_queries() -> None:
     torch.default_generator.manual_seed(3)
     q, k, v = (torch.randn(1, heads, 24, 8, requires_grad=True) for heads in (4, 2, 2))
-    out = kernels.causal_attention(q, k, v, None, 0.4)
+    out = attention_kernel.causal_attention(q, k, v, None, 0.4)
     many = [one.repeat_interleave(2, dim=1) for one in (k, v)]
-    expected = kernels.causal_attention(q, *many, None, 0.4)
+    expected = attention_kernel.causal_attention(q, *many, None, 0.4)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
     for ours, theirs in zip(
@@ -428,6 +430,40 @@ def test_the_network_is_the_same_without_them(
         limit = 1e-5 if dtype == torch.float32 else 3e-2
         size = float(torchs[name].norm()) + 1e-6
         assert float((gradient - torchs[name]).norm()) < limit * size, name
+
+
+def test_what_three_products_read_is_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, norm = [], kernels.rms_norm
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return norm(*given)
+
+    monkeypatch.setattr(kernels, "rms_norm", counted)
+    loss_and_gradients(LLAMA, torch.float32, remakes=True)
+    # Two of each layer and the last one, then two of each layer again.
+    assert calls == [True] * 5 + [False] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_layer_keeps(dtype: torch.dtype) -> None:
+    """No more than its products and norms read, but for a number a head and one a norm."""
+    shape = replace(LLAMA, qk_norm="per_head")
+
+    def kept(layers: int, remakes: bool) -> int:
+        model = GPT(replace(shape, num_layers=layers))
+        initialize(model, seed=0)
+        if remakes:
+            remake_cheap_outputs(model, norms=True)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return kept_bytes(model, torch.zeros(2, 40, dtype=torch.long))
+
+    each, width, wide, heads, keys = dtype.itemsize, 48, 136, 48, 24
+    norms = 2 * (4 * width + 4) + each * (heads + keys) + 4 * (4 + 2)
+    products = each * (heads + 2 * keys + heads + 2 * wide) + 4 * 4  # and sums of attention
+    outputs = each * (2 * width + wide)
+    assert kept(3, remakes=True) - kept(2, remakes=True) == 80 * (norms + products)
+    assert kept(3, False) - kept(2, False) == 80 * (norms + products + outputs)
 
 
 def test_they_can_be_switched_off() -> None:

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fourfold.model import GPT, ModelShape, initialize, kernels, table_of
 from fourfold.model.params import RopeScaling
-from fourfold.model.rotary import amplitude, frequencies, rotate, rotation
+from fourfold.model.positions import amplitude, frequencies, rotate, rotation
 
 SHAPE = ModelShape(
     vocab_size=96,

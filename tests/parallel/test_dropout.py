@@ -19,7 +19,7 @@ from helpers.traces import relative
 
 from fourfold.data import Batch
 from fourfold.engine import Engine
-from fourfold.model import kernels
+from fourfold.model import gpt, kernels
 
 slow = pytest.mark.slow
 COMPILED = kernels.usable(torch.device("cpu"), torch.float32)
@@ -51,7 +51,7 @@ def masks_of_a_step(engine: Engine) -> Masks:
         again(lambda: attend(equal, equal, seen, **named), masks["attention"])
         return attend(q, *given, **named)
 
-    fused = kernels.causal_attention
+    fused = gpt.causal_attention
 
     def spied_fused(q: torch.Tensor, *given: Any) -> torch.Tensor:
         length = q.shape[2]
@@ -60,7 +60,7 @@ def masks_of_a_step(engine: Engine) -> Masks:
         again(lambda: fused(equal, equal, seen, *given[2:]), masks["attention"])
         return fused(q, *given)
 
-    kernels.causal_attention = spied_fused  # type: ignore[assignment]
+    gpt.causal_attention = spied_fused  # type: ignore[assignment]
     F.dropout, F.scaled_dot_product_attention = spied_drop, spied_attend  # type: ignore[assignment]
     batch: Batch = engine.data.loaders["train"].batch(0)
     engine.runner.run(batch, 1)

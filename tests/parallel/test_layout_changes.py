@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.layout_runs import Runs, in_step, losses, notices, records
+import torch
+from helpers.layout_runs import Runs, in_step, losses, notices, records, tensors
 from helpers.tiny_run import FIXTURE
 from helpers.traces import relative
 
@@ -106,3 +107,20 @@ def test_a_mixture_in_elastic_order_serves_the_same_samples_to_any_ranks(
         for run in (straight, changed)
     ]
     assert served[0] == served[1]
+
+
+def test_an_average_of_weights_goes_on_under_another_layout(runs: Runs) -> None:
+    """From a pipeline, which holds the embedding twice, to shards of everything."""
+    asked = ("Optimizer.name=Muon", "Optimizer.ema_decay=0.9", "Data.dataset.order=elastic")
+    alone = runs.fit("one", "alone", *asked, "Engine.max_steps=4")
+    runs.fit("pp2 mp2", "moved", *asked, "Engine.max_steps=2")
+    moved = runs.fit("sh2 stage3", "moved", *asked, "Engine.max_steps=4")
+    ours, theirs = tensors(moved / "step_4"), tensors(alone / "step_4")
+    assert ours.keys() == theirs.keys()
+    averages = [name for name in ours if name.startswith("ema.")]
+    assert len(averages) == sum(name.startswith("model.") for name in ours)
+    for name in averages:
+        apart = float((ours[name] - theirs[name]).abs().max())
+        assert apart < 1e-5 * max(float(theirs[name].abs().max()), 0.01), name
+        if "bias" not in name:
+            assert not torch.equal(ours[name], ours[name.replace("ema.", "model.", 1)]), name

@@ -24,7 +24,8 @@ from fourfold.cost.memory import stage_parameters
 from fourfold.cost.rank_memory import rank_memory
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.model import GPT, ModelShape, ParamTable, count_parameters
-from fourfold.model.gpt import CoreAttention, LayerNorm, Linear
+from fourfold.model.gpt import CoreAttention
+from fourfold.model.layers import LayerNorm, Linear
 from fourfold.model.params import Param, linear_rows, norm_rows
 from fourfold.plan.dry_run import dry_run
 

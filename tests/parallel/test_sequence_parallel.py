@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fourfold.config import Config
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.mesh import Layout, connect
+from fourfold.model.layers import Linear
 from fourfold.parallel import layout_of, parallelize
 from fourfold.parallel.tensor import copy_to_tp, gathered_linear
 
@@ -32,6 +34,20 @@ Gradients = list[Tensor]
 
 def kept_whole(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     return F.linear(copy_to_tp(x, group, True), weight, bias)
+
+
+class Layer(NamedTuple):
+    """As much of a linear layer as is asked for."""
+
+    weight: Tensor
+    bias: Tensor | None
+    fused: bool = True
+
+
+def kept_in_pieces(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+) -> Tensor:
+    return gathered_linear([cast(Linear, Layer(weight, bias))], x, group)[0]
 
 
 def on_two_ranks(work: Callable[[int, dist.ProcessGroup], None]) -> None:
@@ -58,7 +74,7 @@ def drawn(rank: int, biased: bool) -> list[Tensor | None]:
 def test_the_same_bits_as_a_gather_before_the_layer(low: torch.dtype | None, biased: bool) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         found: list[Gradients] = []
-        for way in (kept_whole, gathered_linear):
+        for way in (kept_whole, kept_in_pieces):
             x, weight, bias = drawn(rank, biased)
             assert x is not None and weight is not None
             with torch.autocast("cpu", low) if low else nullcontext():
@@ -80,7 +96,7 @@ def test_a_split_backward_pass_gathers_for_the_weights_only() -> None:
         x, weight, bias = drawn(rank, biased=True)
         assert x is not None and weight is not None and bias is not None
         inside = x * 2
-        y = gathered_linear(inside, weight, bias, group)
+        y = kept_in_pieces(inside, weight, bias, group)
         ones = torch.ones_like(y)
         with torch.profiler.profile() as profile:
             (first,) = torch.autograd.grad(y, [inside], ones, retain_graph=True)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fourfold.cli import command_line
 from fourfold.config import Config, load_config
-from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters, traffic_of
+from fourfold.cost.memory import layers_of_stage, memory_of, stage_parameters
+from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import Spread, spread_of, workload_of
 from fourfold.errors import UserError
 from fourfold.parallel import layout_of

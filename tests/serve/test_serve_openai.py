@@ -9,8 +9,10 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from helpers.served import Served, chunks, load
+from helpers.served import Served, chunks, load, serving
+from helpers.tiny_text_run import MODERN, make_run
 
+from fourfold.generate.loading import load_trained
 from fourfold.generate.module import GenerationModule
 
 
@@ -52,6 +54,25 @@ def test_a_completion_is_what_the_library_writes(
     for chunk in stream:
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == wanted
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_a_modern_network_is_served(weights: str, tmp_path: Path) -> None:
+    """Several texts at once, longer than its window, and the log-probabilities of a prompt."""
+    run, prompts = make_run(tmp_path, **MODERN), ["the cat sat", "a dog", "the cat sat on old"]
+    format_of = f"Inference.weights={weights}"
+    wanted = [expected(run.config, one, 9, format_of)[0] for one in prompts]
+    with serving(run.config, format_of) as server:
+        reply = server.complete(prompt=prompts, seed=9, max_tokens=12).json()
+        assert [choice["text"] for choice in reply["choices"]] == wanted
+        asked = {"prompt": prompts[2], "echo": True, "logprobs": 1, "max_tokens": 0}
+        scored = server.complete(**asked).json()["choices"][0]["logprobs"]["token_logprobs"]
+    tokens = torch.tensor([run.tokenizer.encode(prompts[2])])
+    logits = load_trained(run.load(), lambda _: None).model(tokens)[0]
+    found = torch.log_softmax(logits[:-1, : run.tokenizer.vocab_size], -1)
+    within = 1e-4 if weights == "float32" else 0.1
+    own = found.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+    assert scored[1:] == pytest.approx(own, abs=within)
 
 
 def test_neighbours_change_nothing(client: openai.OpenAI, config: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fourfold import tokenizer as tokenizer_module
 from fourfold.cli import data
 from fourfold.cli.progress import progress_line
 from fourfold.data import open_datasets
 from fourfold.errors import DataError, UserError
-from fourfold.tokenizer import Tokenizer, train
+from fourfold.tokenizer import Tokenizer, fast, train
+from fourfold.tokenizer import files as tokenizer_files
 from fourfold.tools.prepare.documents import SEPARATORS
 from fourfold.tools.prepare.pipeline import PrepareProgress
 
@@ -149,7 +149,7 @@ def test_gpt2_gives_the_published_ids() -> None:
 
 @needs_gpt2
 def test_gpt2_files_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tokenizer_module.GPT2_FILES, "vocab.bpe", "0" * 64)
+    monkeypatch.setitem(tokenizer_files.GPT2_FILES, "vocab.bpe", "0" * 64)
     with pytest.raises(DataError, match=r"vocab\.bpe: sha256 1ce16647\w* is not that of OpenAI"):
         Tokenizer.load("gpt2")
 
@@ -191,7 +191,7 @@ def test_long_texts_are_sliced_without_a_trace(
     text = "the cat  sat\n\n on été\x1c x\u3000 the\tmat , " * 50
     whole, _ = tokenizer.encode_joined([text])
     for size in range(1, 60, 7):
-        monkeypatch.setattr(tokenizer_module, "SLICE_CHARACTERS", size)
+        monkeypatch.setattr(fast, "SLICE_CHARACTERS", size)
         ids, lengths = tokenizer.encode_joined([text, "", text])
         assert ids.tolist() == [*whole, *whole]
         assert lengths.tolist() == [len(whole), 0, len(whole)]

@@ -67,6 +67,7 @@ class PrepareSettings:
     tokenizer: str | tuple[str, str]
     format: str = "megatron"
     append_eod: bool = True
+    prepend_bos: bool | None = None  # as the tokenizer's family does
     json_key: str = "text"
     document_separator: str = "blank-line"
     min_length: int = 0
@@ -80,14 +81,15 @@ class PrepareSettings:
     def text_rule(self) -> TextRule:
         return TextRule(self.json_key, self.document_separator, self.max_document_bytes)
 
-    def token_rule(self, vocab_size: int) -> TokenRule:
+    def token_rule(self, tokenizer: Tokenizer) -> TokenRule:
         fleetx = self.format == "fleetx"
         return TokenRule(
-            token_dtype(vocab_size, self.format).str,
+            token_dtype(tokenizer.vocab_size, self.format).str,
             self.append_eod,
             self.min_length,
             strip=fleetx,
             keep_empty=not fleetx,
+            begin_ids=tokenizer.beginning(self.prepend_bos),
         )
 
 
@@ -102,7 +104,11 @@ class PreparePlan:
 
     @classmethod
     def from_settings(
-        cls, files: Sequence[InputFile], settings: PrepareSettings, tokenizer: str, chunk_bytes: int
+        cls,
+        files: Sequence[InputFile],
+        settings: PrepareSettings,
+        tokenizer: Tokenizer,
+        chunk_bytes: int,
     ) -> PreparePlan:
         inputs = tuple((str(file.path), file.num_bytes, file.modified) for file in files)
         flags = {
@@ -113,7 +119,9 @@ class PreparePlan:
             "min_length": settings.min_length,
             "max_document_bytes": settings.max_document_bytes,
         }
-        return cls(inputs, flags, tokenizer, chunk_bytes)
+        if begin_ids := tokenizer.beginning(settings.prepend_bos):
+            flags["begin_ids"] = list(begin_ids)
+        return cls(inputs, flags, tokenizer.identity, chunk_bytes)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -404,14 +412,15 @@ def _read_strings(path: Path) -> dict[str, str]:
     return {k: v for k, v in content.items() if isinstance(v, str)}
 
 
-def describe(tokenizer: dict[str, Any], append_eod: bool) -> dict[str, Any]:
+def describe(tokenizer: dict[str, Any], rule: TokenRule) -> dict[str, Any]:
     """The head of every manifest."""
-    return {
+    head = {
         "version": MANIFEST_VERSION,
         "fourfold": __version__,
         "tokenizer": tokenizer,
-        "append_eod": append_eod,
+        "append_eod": rule.append_eod,
     }
+    return head | ({"begin_ids": list(rule.begin_ids)} if rule.begin_ids else {})
 
 
 def tokenizer_entry(tokenizer: Tokenizer, place: str | tuple[str, str] | None) -> dict[str, Any]:

@@ -100,13 +100,15 @@ def prepare(
 ) -> dict[str, Any]:
     """Write `<prefix>.bin`, `.idx` and `.json` from `documents`; returns the manifest.
 
-    With `append_eod` each document ends with the tokenizer's end-of-text id. Documents without
+    With `append_eod` each document ends with the tokenizer's end-of-text id; each begins as the
+    tokenizer's family has it. Documents without
     any token have no sequence, and an entry in the document index, as in Megatron.
     """
     prefix = Path(prefix)
     check_output(prefix, "megatron", overwrite=True)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    rule = TokenRule(token_dtype(tokenizer.vocab_size).str, append_eod)
+    begin_ids = tokenizer.begin_ids
+    rule = TokenRule(token_dtype(tokenizer.vocab_size).str, append_eod, begin_ids=begin_ids)
     report = ShardReport()
     with tempfile.TemporaryDirectory(prefix=f".{prefix.name}.", dir=prefix.parent) as work:
         stem = Path(work, "part")
@@ -118,7 +120,7 @@ def prepare(
         if not report.documents:
             raise DataError(f"{prefix}: no document with any text was given; nothing to prepare")
         run = FinishedShard(stem, report, np.dtype(rule.dtype))
-        description = describe(tokenizer_entry(tokenizer, None), append_eod) | {
+        description = describe(tokenizer_entry(tokenizer, None), rule) | {
             "empty_documents": report.empty
         }
         dtype = np.dtype(rule.dtype)
@@ -169,9 +171,7 @@ def prepare_files(
     _check_settings(settings)
     prefix = dataset_prefix(output_prefix, settings.format, settings.json_key)
     tokenizer = Tokenizer.load(settings.tokenizer)
-    plan = PreparePlan.from_settings(
-        files, settings, tokenizer.identity, _chunk_bytes(files, settings)
-    )
+    plan = PreparePlan.from_settings(files, settings, tokenizer, _chunk_bytes(files, settings))
     manifest = None if settings.overwrite else finished_manifest(prefix, plan)
     work = Path(f"{prefix}{WORK_SUFFIX}")
     if manifest is not None:
@@ -212,7 +212,7 @@ class _PrepareRun:
         self.plan = plan
         self.directory = directory
         self.tokenizer = tokenizer
-        self.rule = settings.token_rule(tokenizer.vocab_size)
+        self.rule = settings.token_rule(tokenizer)
         self.counts = DocumentCounts(files, settings.max_bad_lines, settings.allow_damaged_files)
         self._show = progress
         self._progress = PrepareProgress(source_total=sum(file.num_bytes for file in files))
@@ -262,7 +262,7 @@ class _PrepareRun:
             if shard.name in self._reports
         ]
         entry = tokenizer_entry(self.tokenizer, self.settings.tokenizer)
-        description = describe(entry, self.settings.append_eod) | {
+        description = describe(entry, self.rule) | {
             "flags": self.plan.flags,
             "inputs": inputs,
             **self.counts.entries(),

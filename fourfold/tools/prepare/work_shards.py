@@ -52,6 +52,7 @@ class TokenRule:
     min_length: int = 0
     strip: bool = False  # blanks around a document, as FleetX does
     keep_empty: bool = True  # an entry for documents without a token, as Megatron does
+    begin_ids: tuple[int, ...] = ()  # before every document that has a token
 
 
 def token_dtype(vocab_size: int, form: str = "megatron") -> np.dtype[Any]:
@@ -230,6 +231,10 @@ class TokenWriter:
         if self._rule.append_eod:
             ends = np.cumsum(lengths)[filled]
             ids = np.insert(ids, ends, self._tokenizer.eos_id)
+            lengths = lengths + filled
+        for begin in reversed(self._rule.begin_ids):
+            starts = (np.cumsum(lengths) - lengths)[filled]
+            ids = np.insert(ids, starts, begin)
             lengths = lengths + filled
         if not self._rule.keep_empty:
             lengths = lengths[filled]

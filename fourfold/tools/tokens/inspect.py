@@ -185,6 +185,8 @@ def _origin(report: dict[str, Any]) -> list[tuple[str, str]]:
     origin = f"fourfold {manifest.get('fourfold')}"
     if isinstance(manifest.get("append_eod"), bool):
         origin += ", end of text appended" if manifest["append_eod"] else ", no end of text"
+    if manifest.get("begin_ids"):
+        origin += f", each begins with {manifest['begin_ids']}"
     derived = manifest_section(manifest, "derived")
     if derived:
         origin += f", {derived.get('command')}"

@@ -193,6 +193,9 @@ def _describe(command: str, runs: Sequence[DocumentRange], notes: list[str]) -> 
     endings = [manifest.get("append_eod") for manifest in manifests]
     if endings[0] is not None and all(ending == endings[0] for ending in endings):
         description["append_eod"] = endings[0]
+    beginnings = [manifest.get("begin_ids") for manifest in manifests]
+    if beginnings[0] and all(one == beginnings[0] for one in beginnings):
+        description["begin_ids"] = beginnings[0]
     description["derived"] = {
         "command": command,
         "notes": notes,

@@ -1,14 +1,10 @@
-"""GPT-2's split rule and a memory of its pieces, as vector operations on the bytes of a text.
+"""A memory of the pieces of texts, as vector operations on their bytes.
 
 Byte-level BPE cuts a text into pieces (a word with the blank before it, a number, punctuation, a
-run of blanks) and encodes each by itself, so a piece has the same ids wherever it stands. A library
-looks for one piece after the other with a regular expression. Here the pieces of a whole batch are
-found at once, from the kinds of neighbouring characters, and their ids are looked up in tables by
-their bytes: exactly, since a piece of up to 32 bytes is compared as a number of one, two or four
-words. Pieces that were never seen go to the library, all in one call.
-
-Which characters are letters and numbers is asked of the library's own regular expressions, so that
-the pieces are the library's whatever version of Unicode it knows.
+run of blanks) and encodes each by itself, so a piece has the same ids wherever it stands. The
+pieces of a whole batch are found at once (`rules`), and their ids are looked up in tables by their
+bytes: exactly, since a piece of up to 32 bytes is compared as a number of one, two or four words.
+Pieces that were never seen go to a library, all in one call.
 """
 
 from __future__ import annotations
@@ -17,15 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
-import tiktoken
-
-# Kinds of characters, in an order that makes `kind >= BLANK` every blank.
-MARK, OTHER, LETTER, NUMBER, BLANK, SPACE = range(6)
-_UNKNOWN = 255
-_QUOTE = ord("'")
-_PAGE = 256
-_NUM_CHARACTERS = 0x110000
-_SURROGATES = range(0xD800, 0xE000)
 
 # Beyond this many pieces all are forgotten: some 30 MB.
 MOST_PIECES = 1 << 17
@@ -40,6 +27,9 @@ _WORD_MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64
 
 # Texts to the ids of all, one after the other, and how many each has.
 EncodeTexts = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+# The bytes of texts with zeros after them, how many bytes they have, and whether all are ASCII; to
+# whether a piece begins at each.
+FindBegins = Callable[[np.ndarray, int, bool], np.ndarray]
 
 
 class PieceEncoder:
@@ -48,10 +38,10 @@ class PieceEncoder:
     The mark is one ASCII character that ends each text and is in none; no text holds a zero byte.
     """
 
-    def __init__(self, encode: EncodeTexts, blanks: np.ndarray, mark: str) -> None:
-        """`blanks` says of each character whether it is one, the last entry of all beyond."""
+    def __init__(self, encode: EncodeTexts, begins: FindBegins, mark: str) -> None:
         self._encode = encode
-        self._kinds = CharacterKinds(blanks, mark)
+        self._begins = begins
+        self._mark = ord(mark)
         self._forget()
 
     def _forget(self) -> None:
@@ -91,11 +81,9 @@ class PieceEncoder:
         self, content: np.ndarray, size: int, is_ascii: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each piece starts, how long it is, and how many lie before the end of each text."""
-        kinds = self._kinds.of(content[:size], is_ascii)
-        begins = _begins(content, kinds, is_ascii)
-        starts = np.flatnonzero(begins)
+        starts = np.flatnonzero(self._begins(content, size, is_ascii))
         lengths = np.diff(starts, append=size)
-        marks = starts.searchsorted(np.flatnonzero(kinds == MARK))
+        marks = starts.searchsorted(np.flatnonzero(content[:size] == self._mark))
         before_end = marks - np.arange(len(marks))
         return np.delete(starts, marks), np.delete(lengths, marks), before_end
 
@@ -139,46 +127,6 @@ class PieceEncoder:
         self._place = np.concatenate((self._place, places + len(self._ids)))
         self._ids = np.concatenate((self._ids, ids))
         self._numbers.update(zip(new, count(len(self._numbers))))
-
-
-def _begins(content: np.ndarray, kinds: np.ndarray, is_ascii: bool) -> np.ndarray:
-    """Whether a piece starts at each byte.
-
-    Inside a text one starts where the kind changes; but a space belongs to what follows it, a run
-    of blanks before other text is cut before its last blank, and after a contraction like 're a
-    piece starts whatever follows.
-    """
-    blank, mark = kinds >= BLANK, kinds == MARK
-    changed = kinds[1:] != kinds[:-1]
-    begins = np.empty(len(kinds), bool)
-    begins[:1] = True
-    # A blank after another begins none, and neither does what follows a space.
-    joins = blank[1:] & blank[:-1]
-    joins |= (kinds[:-1] == SPACE) & ~blank[1:]
-    begins[1:] = changed & ~joins | mark[1:]
-    last_blank = blank[:-1] & ~(blank | mark)[1:]
-    if not is_ascii and bool(np.any(blank & (content[: len(kinds)] >= 0x80))):
-        cuts = np.flatnonzero(last_blank)
-        for _ in range(2):  # to the first byte of the character
-            cuts = cuts - ((content[cuts] & 0xC0) == 0x80)
-        begins[cuts] = True
-    else:
-        begins[:-1] |= last_blank
-    quotes = np.flatnonzero(content[: len(kinds)] == _QUOTE)
-    quotes = quotes[begins[quotes]]
-    first, second = content[quotes + 1], content[quotes + 2]
-    of_one = _is_one_of(first, "sdmt")
-    of_two = (first == ord("l")) & (second == ord("l"))
-    of_two |= _is_one_of(first, "vr") & (second == ord("e"))
-    for contracted, size in ((of_one, 2), (of_two, 3)):
-        at = quotes[contracted]
-        begins[at + 1] = False
-        begins[at + size] = True
-    return begins
-
-
-def _is_one_of(characters: np.ndarray, wanted: str) -> np.ndarray:
-    return np.isin(characters, np.frombuffer(wanted.encode(), np.uint8))
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
@@ -259,55 +207,3 @@ class _PieceTable:
     def _second_place(self, hashed: np.ndarray) -> np.ndarray:
         shifted = hashed >> np.uint64(64 - 2 * self._bits)
         return (shifted & np.uint64((1 << self._bits) - 1)).view(np.intp)
-
-
-class CharacterKinds:
-    """The kind of every character, learned from the library page by page."""
-
-    def __init__(self, blanks: np.ndarray, mark: str) -> None:
-        single_bytes = {bytes([byte]): byte for byte in range(256)}
-        self._of_kind = {
-            kind: tiktoken.Encoding(
-                "kind", pat_str=rule, mergeable_ranks=single_bytes, special_tokens={}
-            )
-            for kind, rule in ((LETTER, r"\p{L}"), (NUMBER, r"\p{N}"))
-        }
-        self._kinds = np.full(_NUM_CHARACTERS, _UNKNOWN, np.uint8)
-        self._blanks = np.flatnonzero(blanks)
-        self._learn(0)
-        self._kinds[ord(mark)] = MARK
-        self._of_byte = self._kinds[:_PAGE].tobytes()
-
-    def of(self, content: np.ndarray, is_ascii: bool) -> np.ndarray:
-        """The kind of the character each byte of UTF-8 belongs to."""
-        kinds = np.frombuffer(bytearray(content.tobytes().translate(self._of_byte)), np.uint8)
-        if is_ascii:
-            return kinds
-        first = np.flatnonzero(content >= 0xC0)
-        lead = content[first]
-        sizes = 2 + (lead >= 0xE0) + (lead >= 0xF0).astype(np.intp)
-        codes = lead & (0x7F >> sizes)
-        codes = codes.astype(np.intp)
-        for byte in range(1, 4):
-            longer = np.flatnonzero(sizes > byte)
-            codes[longer] = codes[longer] << 6 | content[first[longer] + byte] & 0x3F
-        found = self._kinds[codes]
-        for page in np.unique(codes[found == _UNKNOWN] // _PAGE).tolist():
-            self._learn(page)
-        found = self._kinds[codes]
-        for byte in range(4):
-            longer = np.flatnonzero(sizes > byte)
-            kinds[first[longer] + byte] = found[longer]
-        return kinds
-
-    def _learn(self, page: int) -> None:
-        codes = range(page * _PAGE, (page + 1) * _PAGE)
-        text = "".join(chr(code) for code in codes if code not in _SURROGATES)
-        self._kinds[codes.start : codes.stop] = OTHER
-        for kind, encoding in self._of_kind.items():
-            found = bytes(encoding.encode_ordinary(text)).decode()
-            self._kinds[[ord(character) for character in found]] = kind
-        blanks = self._blanks[(self._blanks >= codes.start) & (self._blanks < codes.stop)]
-        self._kinds[blanks] = BLANK
-        if ord(" ") in codes:
-            self._kinds[ord(" ")] = SPACE

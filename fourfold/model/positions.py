@@ -1,11 +1,14 @@
-"""Rotary positions (RoPE): queries and keys are rotated by angles that grow with the position.
+"""Positions: rotary ones (RoPE), and which positions a token sees.
+
+Queries and keys are rotated by angles that grow with the position.
 
 A head's first `rotary_size` numbers are pairs, number i with number i + rotary_size / 2; pair i of
 a token at position p is turned by the angle p * frequency[i]. A product of a query and a key then
 depends on how far apart they are, and on nothing else of where they are.
 
 `frequencies` has the rules by which models are stretched beyond the length they were trained for,
-as `transformers` computes them: linear, llama3, yarn.
+as `transformers` computes them: linear, llama3, yarn. `attention_mask` keeps tokens within their
+document and their window.
 
 Letters: B batch, T positions, H heads, K head size, R rotated numbers of a head.
 """
@@ -17,6 +20,9 @@ import math
 import torch
 from torch import Tensor
 
+from fourfold.model import kernels
+from fourfold.model.attention_kernel import document_starts, within_window
+from fourfold.model.loss import compute_dtype
 from fourfold.model.params import ModelShape
 
 
@@ -95,3 +101,45 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     one, other = x[..., :half], x[..., half : 2 * half]
     turned = (one * cosines - other * sines, other * cosines + one * sines)
     return torch.cat((*(part.to(x.dtype) for part in turned), x[..., 2 * half :]), dim=-1)
+
+
+# -- what a token sees ----------------------------------------------------------------------------
+
+
+def attention_mask(
+    document_ids: Tensor | None, window: int | None, size: tuple[int, int], like: Tensor
+) -> Tensor | None:
+    """What keeps tokens, `size` = (B, T) of them, within their documents and their window: for our
+    kernel the first position each one sees, for torch's a table of the type of `like`.
+
+    None where there is nothing to keep them from but the future.
+    """
+    if window is not None and window >= size[1]:
+        window = None
+    if document_ids is None:
+        if window is None:
+            return None
+        document_ids = torch.zeros(size, dtype=torch.int64, device=like.device)
+    dtype = compute_dtype(like.device, like.dtype)
+    if kernels.usable(like.device, dtype):
+        starts = document_starts(document_ids)
+        return starts if window is None else within_window(starts, window)
+    return document_mask(document_ids, dtype, window)
+
+
+def is_starts(mask: Tensor | None) -> bool:
+    return mask is not None and not mask.is_floating_point()
+
+
+def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """The mask (B, 1, T, T): 0 where a token may attend, which is to itself and to earlier tokens
+    of its own document and window, and minus infinity elsewhere.
+
+    It is added to the scores and not a table of booleans, because attention would turn those
+    into numbers in every layer, and each layer would keep its own until the backward pass.
+    """
+    allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)  # (B, T, T)
+    mask = torch.full(allowed.shape, -torch.inf, dtype=dtype, device=document_ids.device)
+    if window is not None:
+        allowed.triu_(1 - window)
+    return mask.masked_fill_(allowed.tril_(), 0.0).unsqueeze(1)
