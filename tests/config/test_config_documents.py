@@ -92,7 +92,7 @@ def test_these_files_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("name", "world_size", "global_batch", "accumulate"),
     [
-        ("gpt/quickstart.yaml", 1, 16, 2),
+        ("gpt/quickstart.yaml", 1, 8, 1),
         ("gpt/quickstart_gpt2.yaml", 1, 16, 2),
         ("gpt/modern_124M.yaml", 1, 512, 64),
         ("gpt/single/configs_345m_single_card.yaml", 1, 8, 1),
