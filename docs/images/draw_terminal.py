@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 112
-FIRST, LAST = 22, 30  # lines that are kept
+FIRST, LAST = 14, 50  # lines that are kept
 STAMP = re.compile(r"^\[[^]]+\] \[ +\w+\] - ")
 
 
@@ -31,7 +31,7 @@ def main(log: Path, command: str, picture: Path) -> None:
     for line in lines:
         text = Text(line)
         text.highlight_regex(STAMP, "green")
-        text.highlight_regex(r"loss: [\d.]+|^(Prompt|Generation):", "bold")
+        text.highlight_regex(r"loss: [\d.]+", "bold")
         console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
     drawn = console.export_svg(title=command, unique_id="terminal")
     # The picture loads nothing from elsewhere: the reader's own fixed-width font will do.

@@ -14,11 +14,11 @@ from fourfold.cli.options import Overrides
 from fourfold.terminal import duration, is_terminal
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
-# Openings of what the corpus is made of: a function, a class, a help topic.
+# Openings of what the corpus is made of: a function, a help topic, a class.
 PROMPTS = (
-    "def read_lines(self, path):\n",
-    "class Queue:\n",
-    "The following example",
+    'def read_lines(self, path):\n    """',
+    'The "import" statement',
+    "class Robot(",
 )
 # Of the recipe that is shipped, on a processor that is fast in it.
 BFLOAT16 = ("Engine.mix_precision.dtype=bfloat16", "Optimizer.muon.ns_dtype=bfloat16")
@@ -65,8 +65,8 @@ def quickstart(
         (continuation,) = module.complete([prompt])[0][:1]
         show(prompt, continuation.text, is_cut=continuation.finish == "length")
     print(f"{'─' * WIDTH}")
-    minutes = duration(time.monotonic() - begin, short=True)
-    print(f"From nothing to this in {minutes}. The model and its loss curve: {engine.output_dir}")
+    took = duration(time.monotonic() - begin, short=True)
+    print(f"Done in {took}. The model and its loss curve are in {engine.output_dir}")
 
 
 def has_fast_bfloat16() -> bool:
