@@ -8,7 +8,7 @@ On the quickstart's text, with one tokenizer, one file of tokens and one machine
     modern      configs/gpt/quickstart.yaml: the quickstart, by Fourfold
     modern 1/2  the same with half of the time, its schedule included
 
-    python benchmarks/speedrun.py [--seconds 150] [--turn 10] [--plain-lr 2e-3] [--png speedrun.png]
+    python benchmarks/speedrun.py [--seconds 150] [--turn 10] [--plain-lr 1e-3] [--png speedrun.png]
 
 Each is a process of its own, and they train in turns of some seconds, so that a busy minute of the
 machine meets them all; a process that waits for its turn does nothing. Before, the time of a step
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--turn", type=float, default=10.0, help="seconds of a turn")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--dtype", help="by default bfloat16 where the processor has it")
-    parser.add_argument("--plain-lr", type=float, default=2e-3)
+    parser.add_argument("--plain-lr", type=float, default=1e-3)
     parser.add_argument("--plain-layers", type=int, default=4)
     parser.add_argument("--plain-width", type=int, default=256)
     parser.add_argument("--plain-batch", type=int, default=16, help="windows of 256 tokens")

@@ -27,7 +27,7 @@ class PlainOptions:
     heads: int = 4
     positions: int = 256
     batch: int = 16
-    lr: float = 2e-3
+    lr: float = 1e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
     dtype: str = "float32"
