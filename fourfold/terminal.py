@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -57,20 +57,25 @@ class ProgressBar:
 
     It is there from the first `show` to `close`, drawn by rich. `redraws`: ten times a second, for
     `show` to cost nothing; otherwise by `show` itself. `stays`: its last state is left behind.
+    In a narrow terminal the bar is shorter, and the text whole as long as it fits.
     """
 
-    WIDTH = 30
+    WIDTH, NARROWEST = 30, 6
 
     def __init__(self, stream: TextIO, *, redraws: bool = True, stays: bool = False) -> None:
         self._stream = stream
         self._redraws = redraws
         self._stays = stays
         self._screen: Progress | None = None
+        self._column: BarColumn | None = None
 
     def show(self, share: float, text: str) -> None:
         """How much is done, from 0 to 1."""
         screen = self._screen or self._open()
         task = screen.task_ids[0]
+        assert self._column is not None
+        room = screen.console.width - len(text) - 2  # a blank on each side of the text's column
+        self._column.bar_width = max(self.NARROWEST, min(self.WIDTH, room))
         screen.update(task, completed=share, description=text, refresh=not self._redraws)
 
     def print_above(self, line: str) -> None:
@@ -88,8 +93,9 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        self._column = BarColumn(bar_width=self.WIDTH)
         self._screen = Progress(
-            BarColumn(bar_width=self.WIDTH),
+            self._column,
             TextColumn(" {task.description}", markup=False),
             console=Console(file=self._stream, force_terminal=True),
             auto_refresh=self._redraws,

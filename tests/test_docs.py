@@ -28,11 +28,17 @@ WITH_COMMANDS = [page for page in [*DOCS, *EXAMPLES] if blocks_of(page)]
 CORPUS = "runs/quickstart/corpus.jsonl"
 TOKENIZER = "runs/quickstart/tokenizer.json"
 PREPARE = f"fourfold data prepare --input {CORPUS} --tokenizer {TOKENIZER} --output-prefix"
-AS_HF = f"fourfold convert runs/quickstart/output gpt2 --to hf --tokenizer {TOKENIZER}"
+# A run of GPT-2, which the quickstart is not, and the same as a directory of Hugging Face.
+GPT2 = (
+    "fourfold train -c configs/gpt/quickstart_gpt2.yaml "
+    "-o Data.dataset.input_dir=runs/quickstart/data "
+    f"-o Global.tokenizer={TOKENIZER} -o Engine.save_load.output_dir=runs/first"
+)
+AS_HF = f"fourfold convert runs/first gpt2 --to hf --tokenizer {TOKENIZER}"
 SINGLE = "configs/gpt/single/configs_345m_single_card.yaml"
 BEFORE = {
     "docs/checkpoints.md": ["mkdir output && mv runs/quickstart/output/step_2 output/step_2000"],
-    "docs/convert.md": [AS_HF, "rm -r data", f"{PREPARE} data/x"],
+    "docs/convert.md": [GPT2, AS_HF, "rm -r data", f"{PREPARE} data/x"],
     "docs/data_files.md": [f"{PREPARE} data/x", f"{PREPARE} data/y"],
     "docs/data_mixtures.md": [
         f"{PREPARE} a",

@@ -118,7 +118,7 @@ def test_keys_on_the_page_exist() -> None:
 def test_every_key_of_the_shipped_files_is_on_the_page() -> None:
     shipped = set()
     for file in (ROOT / "configs" / "gpt").rglob("*.yaml"):
-        if file.name == "modern_124M.yaml":
+        if file.name in ("quickstart.yaml", "modern_124M.yaml"):
             continue  # of no document
         shipped |= set(flat(yaml.safe_load(file.read_text())))
     own = {"Global.tokenizer", "Engine.mix_precision.dtype"}  # the quickstart's, in no document

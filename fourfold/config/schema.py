@@ -149,7 +149,11 @@ class EngineSection(Section):
         "Micro-batches per optimizer step on each data rank (gradient accumulation). Always "
         "local_batch_size / micro_batch_size; a different value given here is replaced."
     )
-    logging_freq: Count = key(1, "Print a log line every this many steps.")
+    logging_freq: Count = key(
+        1,
+        "Record a step and print its log line every this many steps. In a terminal a progress bar "
+        "takes the place of these lines.",
+    )
     log_style: Literal["fleetx", "megatron"] = key(
         "fleetx",
         "Whose log lines are printed: FleetX's, or those of Megatron-DeepSpeed with consumed "

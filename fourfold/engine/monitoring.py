@@ -107,6 +107,8 @@ class Monitoring:
         if self.mesh.rank == 0:
             # The others print no line that would take these up.
             self.style.take_loss(outcome.loss)
+            samples = self.meter.batch_schedule.batch_of(outcome.step - 1)
+            self.sinks.end_step(outcome.step, outcome.loss, samples * self.meter.seq_len)
         if record is not None and self.comparison is not None:
             self.comparison.take(record)
         if record is not None:

@@ -8,10 +8,13 @@ has nowhere to write to.
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -51,6 +54,13 @@ class Sinks:
 
     def train(self, record: Step) -> None:
         self._write("train", asdict(record))
+
+    def end_step(self, step: int, loss: float, tokens: int) -> None:
+        """Every step, for a progress bar; records are made at the end of logging windows."""
+        for sink in self._sinks:
+            if isinstance(sink, Console):
+                with self._surviving(sink):
+                    sink.end_step(step, loss, tokens)
 
     def evaluation(
         self,
@@ -197,8 +207,8 @@ class Console:
     """Writes the records of a run as lines to `stream`, by default standard output.
 
     The lines are FleetX's unless another `style` is named. On a terminal the prefix of lines that
-    have one is coloured, and with `max_steps` a progress bar is shown below the log; elsewhere the
-    lines are plain.
+    have one is coloured, and with `max_steps` a progress bar below the log takes the place of the
+    lines of steps; elsewhere the lines are plain.
     """
 
     name = "the console"
@@ -215,35 +225,32 @@ class Console:
         self._stream = stream if stream is not None else sys.stdout
         terminal = is_terminal(self._stream)
         self._colour = terminal and not os.environ.get("NO_COLOR")
-        self._max_steps = max_steps
-        self._start_step = start_step
-        self._clock = clock
-        self._start = clock()
         self._bar = ProgressBar(self._stream, redraws=False) if terminal else None
+        self._steps = (
+            StepProgress(self._bar, max_steps, start_step, clock)
+            if self._bar is not None and max_steps is not None
+            else None
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
         with heard_or_not(self._stream):
-            for line in self._style.lines(record, self._colour):
+            # Made also where they are not shown: a style may count from line to line.
+            lines = self._style.lines(record, self._colour)
+            if record["kind"] == "train" and self._steps is not None:
+                return
+            for line in lines:
                 self._print(line)
-            if record["kind"] == "train" and self._bar and self._max_steps is not None:
-                self._show_progress(self._bar, record, self._max_steps)
+
+    def end_step(self, step: int, loss: float, tokens: int) -> None:
+        """A step, whether or not it gets a record; `tokens` are those of this step."""
+        if self._steps is not None:
+            with heard_or_not(self._stream):
+                self._steps.end_step(step, loss, tokens)
 
     def close(self) -> None:
         if self._bar:
             with heard_or_not(self._stream):
                 self._bar.close()
-
-    def _show_progress(self, bar: ProgressBar, record: Mapping[str, Any], max_steps: int) -> None:
-        step = record["step"]
-        # Evaluations and saves are in this mean, so what is left includes theirs.
-        each = (self._clock() - self._start) / max(step - self._start_step, 1)
-        texts = [
-            f"step {step}/{max_steps}",
-            f"loss {record['loss']:.4f}",
-            f"{record['ips_total']:,.0f} tokens/s",
-            f"{duration(each * max(max_steps - step, 0))} left",
-        ]
-        bar.show(step / max_steps, "  ".join(texts))
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -252,6 +259,46 @@ class Console:
             self._bar.print_above(line)
         else:
             print(line, file=self._stream, flush=True)
+
+
+class StepProgress:
+    """The progress bar of a run: step, loss, speed, time spent and time left."""
+
+    SECONDS_BETWEEN = 0.1  # two redraws, at least
+    STEPS_OF_RATE = 20  # the speed shown is the median of the last ones
+
+    def __init__(
+        self, bar: ProgressBar, max_steps: int, start_step: int, clock: Callable[[], float]
+    ) -> None:
+        self._bar = bar
+        self._max_steps = max_steps
+        self._start_step = start_step
+        self._clock = clock
+        self._start = self._last_step = clock()
+        self._last_shown = -math.inf
+        self._rates: deque[float] = deque(maxlen=self.STEPS_OF_RATE)
+
+    def end_step(self, step: int, loss: float, tokens: int) -> None:
+        now = self._clock()
+        # Not the mean: a step with an evaluation or a save in it says nothing about the others.
+        self._rates.append(tokens / max(now - self._last_step, 1e-9))
+        self._last_step = now
+        if now - self._last_shown < self.SECONDS_BETWEEN and step < self._max_steps:
+            return
+        self._last_shown = now
+        spent = now - self._start
+        # Evaluations and saves are in this mean, so what is left includes theirs.
+        each = spent / max(step - self._start_step, 1)
+        texts = [
+            f"step {step:,}/{self._max_steps:,}",
+            f"loss {loss:.3f}",
+            f"{statistics.median(self._rates):,.0f} tokens/s",
+            f"{duration(spent, short=True)}, {self._left(each, step)} left",
+        ]
+        self._bar.show(step / self._max_steps, "  ".join(texts))
+
+    def _left(self, each: float, step: int) -> str:
+        return duration(each * max(self._max_steps - step, 0), short=True)
 
 
 # -- TensorBoard and Weights & Biases -----------------------------------------------------------

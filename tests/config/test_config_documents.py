@@ -73,6 +73,7 @@ def test_shipped_file_comments_every_key(path: Path) -> None:
 def test_these_files_are_shipped() -> None:
     assert {str(path.relative_to(ROOT / "configs")) for path in SHIPPED} == {
         "gpt/quickstart.yaml",
+        "gpt/quickstart_gpt2.yaml",
         "gpt/modern_124M.yaml",
         "gpt/single/configs_345m_single_card.yaml",
         "gpt/single/configs_1.3B_single_card.yaml",
@@ -91,7 +92,8 @@ def test_these_files_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("name", "world_size", "global_batch", "accumulate"),
     [
-        ("gpt/quickstart.yaml", 1, 16, 2),
+        ("gpt/quickstart.yaml", 1, 8, 1),
+        ("gpt/quickstart_gpt2.yaml", 1, 16, 2),
         ("gpt/modern_124M.yaml", 1, 512, 64),
         ("gpt/single/configs_345m_single_card.yaml", 1, 8, 1),
         ("gpt/single/configs_1.3B_single_card.yaml", 1, 8, 1),

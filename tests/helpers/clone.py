@@ -26,7 +26,12 @@ from helpers.forked import SECONDS, fourfold
 # Words that bash must read for us.
 SHELL_SYNTAX = re.compile(r"[|<>&;$*`~(]|^\w+=")
 # The configurations that pages train with; the others they plan with, as they are.
-TRAINED = ("quickstart.yaml", "configs_345m_single_card.yaml", "configs_1.3B_dp8.yaml")
+TRAINED = (
+    "quickstart.yaml",
+    "quickstart_gpt2.yaml",
+    "configs_345m_single_card.yaml",
+    "configs_1.3B_dp8.yaml",
+)
 
 # Run in place of what is printed: what stands left sets up an environment, which is there already.
 QUICKSTART = "fourfold quickstart -c configs/gpt/quickstart.yaml --max-mb 2"

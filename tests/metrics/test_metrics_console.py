@@ -96,27 +96,64 @@ def test_elsewhere_than_on_a_terminal_lines_are_plain(make_step: Callable[..., S
     )
 
 
+def terminal_text(
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    speak: Callable[[Sinks], None],
+    now: Iterator[float],
+) -> str:
+    """What a terminal of so many columns gets to see of a run of 3614 steps resumed at 10."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    with Sinks(Console(stream, max_steps=3614, start_step=10, clock=lambda: next(now))) as sinks:
+        speak(sinks)
+    return stream.getvalue()
+
+
 def test_a_terminal_shows_colour_and_progress(
     make_step: Callable[..., Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    now = iter([0.0, 20.0, 40.0])
+    def four_steps(sinks: Sinks) -> None:
+        for step in (11, 12, 13):
+            sinks.end_step(step, 10.0 - step / 100, 2048)
+        sinks.train(make_step(13))
+        sinks.evaluation("eval", step=13, epoch=0, batch=9, loss=9.5, seconds=5.0, batches=10)
+        sinks.end_step(14, 9.6, 2048)
 
-    def two_steps(sinks: Sinks) -> None:
-        sinks.train(make_step(12))
-        sinks.train(make_step(14))
-
-    stream = Terminal()
-    with Sinks(Console(stream, max_steps=3614, start_step=10, clock=lambda: next(now))) as sinks:
-        two_steps(sinks)
-    text = stream.getvalue()
-    for step in (12, 14):
-        line = log_line(train_message(vars(make_step(step))), make_step().time, colour=True)
-        assert line + "\n" in text, "the line must not be wrapped"
+    times = iter([0.0, 1.0, 2.0, 3.0, 40.0])
+    text = terminal_text(monkeypatch, 100, four_steps, times)
+    assert "global step" not in text, "the bar takes the place of the lines of steps"
+    assert re.search(r"\x1b\[32m\[.*\[eval\] epoch: 0, batch: 9, loss: 9.500000000", text)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    assert "step 14/3614" in plain and "loss 9.6000" in plain and "2,048 tokens/s" in plain
-    assert "10:00:00 left" in plain  # 40 s for 4 steps, 3600 to go
+    assert "step 11/3,614" in plain and "loss 9.890" in plain
+    # The speed is that of most steps, the time left that of all: 40 s for 4 steps, 3600 to go.
+    assert "step 14/3,614  loss 9.600  2,048 tokens/s  0:40, 10:00:00 left" in plain
+
+
+def test_a_narrow_terminal_has_a_shorter_bar_and_the_whole_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for columns in (72, 80, 120):
+        text = terminal_text(
+            monkeypatch, columns, lambda sinks: sinks.end_step(11, 9.9, 2048), iter([0.0, 1.0])
+        )
+        drawn = next(line for line in re.split(r"[\r\n]", text) if "step 11" in line)
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
+        assert plain.rstrip().endswith("1:00:03 left") and len(plain.rstrip()) <= columns
+
+
+def test_the_bar_is_drawn_ten_times_a_second_at_most_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def steps(sinks: Sinks) -> None:
+        for step in (11, 12, 13, 3614):
+            sinks.end_step(step, 9.9, 2048)
+
+    text = terminal_text(monkeypatch, 100, steps, iter([0.0, 1.0, 1.05, 1.2, 1.21]))
+    shown = [f"step {step}/" in text.replace(",", "") for step in (11, 12, 13, 3614)]
+    assert shown == [True, False, True, True]
 
 
 def test_no_color_is_respected(

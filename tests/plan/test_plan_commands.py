@@ -25,7 +25,7 @@ from fourfold.plan.cluster import load_cluster, parse_cluster, save_cluster
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
 BIG = str(CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml")
-SMALL = str(CONFIGS / "quickstart.yaml")
+SMALL = str(CONFIGS / "quickstart_gpt2.yaml")
 # Its dp_degree and global batch follow from the number of processes.
 EIGHT = str(CONFIGS / "hybrid_parallel" / "configs_1.3B_dp8.yaml")
 DP8 = "dp8 x pp1 x sharding1 x mp1"

@@ -42,7 +42,7 @@ from fourfold.plan.suggestions import (
 CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
 ONE_SAMPLE = ["Data.batch_size.local_batch_size=1", "Data.batch_size.micro_batch_size=1"]
 BIG = CONFIGS / "hybrid_parallel" / "configs_175B_mp8_pp16.yaml"
-SMALL = CONFIGS / "quickstart.yaml"
+SMALL = CONFIGS / "quickstart_gpt2.yaml"
 SMALL_CHANGES = ["Model.num_layers=6", "Data.batch_size.micro_batch_size=null"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import DataError, UserError
-from fourfold.tools.prepare.corpus import write_corpus
+from fourfold.tools.prepare.corpus import documented, write_corpus
 
 CAP = 2_000_000
 
@@ -71,7 +71,7 @@ def test_all_kinds_of_text_are_there(tmp_path: Path) -> None:
     texts = texts_of(write_corpus(tmp_path))
     source = (Path(sysconfig.get_path("stdlib")) / "json" / "decoder.py").read_text()
     topics = pytest.importorskip("pydoc_data.topics").topics
-    assert source in texts
+    assert documented(source) in texts
     assert topics["lambda"] in texts
     assert any(text.startswith("builtins\n") and "\nabs\n\n" in text for text in texts)
 
@@ -82,30 +82,122 @@ def test_only_readable_sources_of_the_library(
     library = installation(
         tmp_path / "lib",
         {
-            "one.py": "first = 1\n",
-            "package/two.py": "zweite = 'ü'\r\n",
-            "package/copy_of_one.py": "first = 1\n",
+            "one.py": "'The first.'\nfirst = 1\n",
+            "package/two.py": "'Die zweite, ü.'\r\n",
+            "package/copy_of_one.py": "'The first.'\n",
+            "table.py": "table = [1, 2, 3]\n",
             "empty.py": "\n",
+            "of_another_python.py": "print 'old'\n",
+            "zeros.py": "'\0'",
             "odd_encoding.py": b"# \xe9\n",
             "notes.txt": "not a source",
-            "site-packages/foreign.py": "foreign",
-            "dist-packages/foreign.py": "foreign",
-            "__pycache__/one.py": "cached",
-            "pydoc_data/topics.py": "topics = {}",
+            "site-packages/foreign.py": "'foreign'",
+            "dist-packages/foreign.py": "'foreign'",
+            "__pycache__/one.py": "'cached'",
+            "package/tests/test_two.py": "'A test.'",
+            "test/test_one.py": "'A test.'",
+            "encodings/cp1.py": "'A table of characters.'",
         },
     )
     use_library(library)
     texts = texts_of(write_corpus(tmp_path / "out"))
-    assert sorted(texts) == ["first = 1\n", "zweite = 'ü'\n"]
+    assert sorted(texts) == ["'Die zweite, ü.'\n", "'The first.'\n"]
+
+
+MODULE = '''"""What the module is for.
+
+More of it.
+"""
+import os
+CONSTANT = {"a": 1}
+
+def short(x):
+    """Half of x."""
+    return x / 2
+
+def long(x):
+    r"""Many lines follow."""
+    x = 1
+    x = 2
+    x = 3
+    x = 4
+    x = 5
+    x = 6
+    x = 7
+    x = 8
+    x = 9
+    x = 10
+    x = 11
+    x = 12
+    return x
+
+def silent(x):
+    return x
+
+if os.name == "posix":
+    class Thing(Exception):
+        """A thing."""
+
+        attribute = 1
+
+        def silent(self):
+            def inner():
+                """Nobody's business."""
+
+        @property
+        def part(self):
+            """A part of it."""
+            return self.attribute
+else:
+    async def other(): "One line."
+'''
+
+DOCUMENTED = '''"""What the module is for.
+
+More of it.
+"""
+
+def short(x):
+    """Half of x."""
+    return x / 2
+
+def long(x):
+    r"""Many lines follow."""
+
+    class Thing(Exception):
+        """A thing."""
+
+        @property
+        def part(self):
+            """A part of it."""
+            return self.attribute
+
+    async def other(): "One line."
+'''
+
+
+def test_of_a_module_what_is_documented(recwarn: pytest.WarningsRecorder) -> None:
+    assert documented(MODULE) == DOCUMENTED
+    assert documented('def odd():\n    "\\d"\n').startswith("def odd():")
+    assert documented("nothing = 1\n") == "\n"
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["queue.py", "heapq.py", "json/encoder.py", "turtle.py"])
+def test_lines_of_a_module_are_those_of_its_source(name: str) -> None:
+    source = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
+    of_source = iter(source.split("\n"))
+    kept = [line for line in documented(source).split("\n") if line]
+    assert all(line in of_source for line in kept), "each once, in their order"
 
 
 def test_missing_topics_are_said(
     tmp_path: Path, use_library, without_topics: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    use_library(installation(tmp_path / "lib", {"one.py": "first = 1\n"}))
+    use_library(installation(tmp_path / "lib", {"one.py": "'The first.'\n"}))
     with caplog.at_level(logging.WARNING):
         texts = texts_of(write_corpus(tmp_path / "out"))
-    assert "first = 1\n" in texts
+    assert "'The first.'\n" in texts
     assert "no help topics" in caplog.text
 
 

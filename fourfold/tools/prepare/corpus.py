@@ -1,9 +1,13 @@
 """A corpus from the text that ships with Python; nothing is downloaded.
 
 `write_corpus` gathers the topics of `help()`, the docstrings of the modules compiled into the
-interpreter and the sources of the standard library, one document each, into `corpus.jsonl`: one
-`{"text": ...}` per line, about 30 MB on a full installation and less where tests or sources were
-stripped. The same installation always gives the same bytes.
+interpreter and what is documented of each module of the standard library, one document each, into
+`corpus.jsonl`: one `{"text": ...}` per line, about 4 MB, less where sources were stripped. The same
+installation always gives the same bytes.
+
+Of a module that is its docstring, and every class and function that has one: the line that defines
+it, the docstring, and the code of functions that are short. Tables, tests and long code teach a
+model that trains for minutes little but their own kind, and there is ten times as much of them.
 
 Documents are in the order of a hash of their names, so that any prefix of the file, and any
 split of it into ranges, has the same mixture of kinds and subjects.
@@ -11,6 +15,7 @@ split of it into ranges, has the same mixture of kinds and subjects.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import inspect
@@ -19,6 +24,7 @@ import logging
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,6 +35,9 @@ CORPUS_FILE = "corpus.jsonl"
 
 # Installed packages are not the standard library, and differ from machine to machine.
 _FOREIGN_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
+# Tests are missing from many installations; the docstrings of encodings name a table each.
+_SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "encodings"}
+_SHORT_BODY = 12  # lines of a function after its docstring
 
 _log = logging.getLogger(__name__)
 
@@ -100,18 +109,47 @@ def _compiled_module_docs() -> Iterator[tuple[str, str]]:
 
 def _sources(library: Path) -> Iterator[tuple[str, str]]:
     for parent, directories, files in os.walk(library):
-        directories[:] = [name for name in directories if name not in _FOREIGN_DIRECTORIES]
+        skipped = _FOREIGN_DIRECTORIES | _SKIPPED_DIRECTORIES
+        directories[:] = [name for name in directories if name not in skipped]
         for file_name in files:
             path = Path(parent, file_name)
             name = path.relative_to(library).as_posix()
-            # The topics are documents of their own; their source would repeat them.
-            if path.suffix != ".py" or name == "pydoc_data/topics.py":
+            if path.suffix != ".py":
                 continue
             try:
-                text = path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue  # fixtures in odd encodings; files this user may not read
-            yield f"source:{name}", text
+                yield f"source:{name}", documented(path.read_text(encoding="utf-8"))
+            except (UnicodeDecodeError, OSError, SyntaxError, ValueError, RecursionError):
+                continue  # odd encodings, other Pythons; files this user may not read
+
+
+def documented(source: str) -> str:
+    """What is documented of a module, in the order and with the indentation of its source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in old docstrings
+        tree = ast.parse(source)
+    lines = source.split("\n")
+    parts = ["\n".join(lines[first - 1 : last]) for first, last in _documented_lines(tree)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _documented_lines(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """First and last line of each part, counted from 1."""
+    if ast.get_docstring(tree, clean=False) is not None:
+        yield tree.body[0].lineno, tree.body[0].end_lineno or 0
+    pending = list(reversed(tree.body))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                last, end = node.body[0].end_lineno or 0, node.end_lineno or 0
+                is_whole = not isinstance(node, ast.ClassDef) and end - last <= _SHORT_BODY
+                yield first, end if is_whole else last
+            if not isinstance(node, ast.ClassDef):
+                continue
+        # Classes, and what is defined under a condition.
+        inner = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
+        pending += reversed(inner)
 
 
 def _capped(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
