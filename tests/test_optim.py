@@ -273,7 +273,8 @@ def test_matrices_are_muons_and_the_rest_is_adamws() -> None:
 
 
 def test_a_parameter_trains_at_its_share_of_the_rate() -> None:
-    """Under muP a row of the table of parameters may have a rate of its own."""
+    """Under muP a row of the table of parameters may have a rate of its own; Muon's update is as
+    large as Moonlight has it without that factor's growth with the width."""
     halved, plain = make_parameters(), make_parameters()
     scales = {"a.weight": 0.5, "norm.weight": 0.25}
     optimizer = make_optimizer(halved, lr_scales=scales, grad_clip=0.0, weight_decay=0.0)
@@ -288,14 +289,16 @@ def test_a_parameter_trains_at_its_share_of_the_rate() -> None:
         torch.testing.assert_close(moved, usual * scales.get(name, 1.0), rtol=1e-3, atol=1e-7)
     matrices, whole = make_matrices(), make_matrices()
     shards = {name: Shard.whole(one) for name, one in matrices.items()}
-    scaled = Muon(shards, MuonOptions(weight_decay=0.0), lr_scales=dict.fromkeys(matrices, 0.5))
+    options = MuonOptions(weight_decay=0.0)
+    factor = {"original": 1.0, "match_rms_adamw": 0.5**0.5}[options.adjust_lr_fn]
+    scaled = Muon(shards, options, lr_scales=dict.fromkeys(matrices, 0.5))
     for parameters in (matrices, whole):
         set_gradients(parameters, 1)
     with torch.no_grad():
         scaled.update(0.2, 1.0, None)
-        make_muon(whole, weight_decay=0.0).update(0.1, 1.0, None)
+        make_muon(whole, weight_decay=0.0).update(0.2 * factor, 1.0, None)
     for name, matrix in matrices.items():
-        assert torch.equal(matrix, whole[name])
+        torch.testing.assert_close(matrix, whole[name], rtol=1e-6, atol=1e-7)
 
 
 # -- the average of weights -----------------------------------------------------------------------

@@ -82,7 +82,7 @@ class StoredCut:
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedTensor:
     """A tensor by its description alone."""
 
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ class DistributedFiles:
             for row in range(about.shape[0] if about.shape else 0)
         ]
 
-    def _described(self, name: str) -> Described:
+    def _described(self, name: str) -> DescribedTensor:
         about = self._tensors[name]
         properties, shape = about.get("properties"), _numbers(about.get("size"))
         state = properties.state if isinstance(properties, Values) else None
@@ -143,7 +143,7 @@ class DistributedFiles:
         cuts = [self._cut(name, chunk) for chunk in about.get("chunks")]
         if problem := tiling_problem(shape, [cut.box for cut in cuts]):
             raise self._damaged(f"the pieces of {name[:100]} do not fit: {problem}")
-        return Described(shape, dtype.dtype, cuts)
+        return DescribedTensor(shape, dtype.dtype, cuts)
 
     def _cut(self, name: str, chunk: Any) -> StoredCut:
         chunk = chunk if isinstance(chunk, Values) else Values()
@@ -163,7 +163,7 @@ class DistributedFiles:
             raise self._damaged(f"the piece of {name[:100]} at {offsets} has an invalid location")
         return StoredCut(Box(offsets, sizes), file, *where)
 
-    def _part(self, name: str, about: Described, cut: StoredCut) -> LazyTensor:
+    def _part(self, name: str, about: DescribedTensor, cut: StoredCut) -> LazyTensor:
         file = self.directory / cut.file
         if cut.file not in self._maps:
             self._maps[cut.file] = map_file(file)
@@ -207,7 +207,7 @@ def _reader(parts: Parts, wanted: Box, dtype: torch.dtype) -> Callable[[], Tenso
     return read
 
 
-def _row_reader(parts: Parts, row: int, about: Described) -> Callable[[], Tensor]:
+def _row_reader(parts: Parts, row: int, about: DescribedTensor) -> Callable[[], Tensor]:
     wanted = Box((row, *(0 for _ in about.shape[1:])), (1, *about.shape[1:]))
     read = _reader([(box, s) for box, s, _ in _overlapping(parts, wanted)], wanted, about.dtype)
     return lambda: read().squeeze(0)

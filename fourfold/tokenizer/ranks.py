@@ -32,7 +32,7 @@ _LONGEST_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Family:
+class RankFamily:
     """What a rank file does not say. Special tokens follow the ranks, or stand where `at` says."""
 
     name: str
@@ -52,7 +52,7 @@ def _numbered(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
     return tuple(f"<|{pattern}_{number}|>" for number in numbers)
 
 
-def _llama3() -> Family:
+def _llama3() -> RankFamily:
     named = (
         *("<|begin_of_text|>", "<|end_of_text|>", *_numbered("reserved_special_token", (0, 1))),
         *("<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -65,10 +65,10 @@ def _llama3() -> Family:
         pad="<|finetune_right_pad_id|>",
         adds_bos=True,
     )
-    return Family("Llama 3", 128_000, rules.LLAMA3, names, specials)
+    return RankFamily("Llama 3", 128_000, rules.LLAMA3, names, specials)
 
 
-def _llama4() -> Family:
+def _llama4() -> RankFamily:
     text, sight = "text_post_train_reserved_special_token", "vision_reserved_special_token"
     thought = "reasoning_reserved_special_token"
     named = (
@@ -88,7 +88,7 @@ def _llama4() -> Family:
     names = SpecialNames(
         eos="<|end_of_text|>", bos="<|begin_of_text|>", pad="<|finetune_right_pad|>", adds_bos=True
     )
-    return Family("Llama 4", 200_000, rules.O200K, names, specials)
+    return RankFamily("Llama 4", 200_000, rules.O200K, names, specials)
 
 
 _CHAT = ("<|im_start|>", "<|im_end|>")
@@ -109,7 +109,7 @@ _FIM = tuple(
 FAMILIES = (
     _llama3(),
     _llama4(),
-    Family(
+    RankFamily(
         "Qwen",
         151_643,
         rules.QWEN,
@@ -117,17 +117,17 @@ FAMILIES = (
         (END_OF_TEXT, *_CHAT, *_numbered("extra", range(205))),
         composes=True,
     ),
-    Family("Qwen 3.5", 248_044, rules.QWEN35, _ENDS, _QWEN35_SPECIALS, composes=True),
-    Family("r50k", 50_256, rules.GPT2, _ENDS, (END_OF_TEXT,)),
-    Family("p50k", 50_280, rules.GPT2, _ENDS, at=((END_OF_TEXT, 50_256),)),
-    Family(
+    RankFamily("Qwen 3.5", 248_044, rules.QWEN35, _ENDS, _QWEN35_SPECIALS, composes=True),
+    RankFamily("r50k", 50_256, rules.GPT2, _ENDS, (END_OF_TEXT,)),
+    RankFamily("p50k", 50_280, rules.GPT2, _ENDS, at=((END_OF_TEXT, 50_256),)),
+    RankFamily(
         "cl100k",
         100_256,
         rules.CL100K,
         _ENDS,
         at=((END_OF_TEXT, 100_257), *_FIM, ("<|endofprompt|>", 100_276)),
     ),
-    Family(
+    RankFamily(
         "o200k",
         199_998,
         rules.O200K,

@@ -75,9 +75,9 @@ def test_a_wrong_collective_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_changed_loss_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = VocabularyRows.normalize
 
-    def unsound(self: VocabularyRows, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        losses, target, here = sound(self, *given)
-        return losses * 1.0001, target, here
+    def unsound(self: VocabularyRows, *given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        normalizer, logit, target, here = sound(self, *given)
+        return normalizer + 0.0001 * (normalizer - logit), logit, target, here
 
     monkeypatch.setattr(VocabularyRows, "normalize", unsound)
     only_layout("mp2, sequence parallel", monkeypatch)

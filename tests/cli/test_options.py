@@ -217,6 +217,7 @@ ROWS: dict[str, Row] = {
     "data prepare --tokenizer": Row(PREPARE, "... --tokenizer gpt2", "gpt2"),
     "data prepare more_inputs": Row(PREPARE, "... texts.txt", ": 22 documents"),
     "data prepare --append-eod": Row(PREPARE, "... --no-append-eod", '"append_eod": false'),
+    "data prepare --prepend-bos": Row(PREPARE, "... --prepend-bos", REFUSED + "prepend-bos"),
     "data prepare --workers": Row(PREPARE, "... --workers 0", REFUSED + "workers"),
     "data prepare --format": Row(PREPARE, "... --format fleetx", "new_ids.npy"),
     "data prepare --json-key": Row(PREPARE, "... --json-key title", "title"),
@@ -302,6 +303,9 @@ ROWS: dict[str, Row] = {
     "checkpoint merge target": Row("checkpoint merge output", "... new", "new/"),
     "checkpoint merge --prefix": Row(
         "checkpoint merge output new", "... --prefix model.", "new: 28 tensors"
+    ),
+    "checkpoint merge --ema": Row(
+        "checkpoint merge output new", "... --ema", REFUSED + ".*has no average of the weights"
     ),
     # config
     "config show --config": Row("config show", "... -c run.yaml", "hidden_size: 32"),

@@ -174,9 +174,14 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """As a GPU chooses: the flash kernel for low precision without a mask, else the efficient
-    one, which reads a mask as numbers of the queries' type."""
+    one, which reads a mask as numbers of the queries' type. Shared keys and values are repeated:
+    only shapes and devices matter here."""
+    if enable_gqa:
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
     if attn_mask is not None:
         assert attn_mask.dtype == q.dtype, "invalid dtype for bias - should match query's dtype"
     elif q.dtype != torch.float32:

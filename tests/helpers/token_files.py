@@ -71,6 +71,7 @@ class Numbers:
 
     identity = "numbers"
     older_identity = None
+    begin_ids = ()
 
     def __init__(self, vocab_size: int = 100, eos_id: int = 99) -> None:
         self.vocab_size = vocab_size
