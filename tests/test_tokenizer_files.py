@@ -137,11 +137,11 @@ def test_a_library_that_splits_otherwise_is_believed(
 
 
 @pytest.fixture
-def small_family(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> ranks.Family:
+def small_family(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> ranks.RankFamily:
     assert trained._bpe is not None
     names = SpecialNames(eos="<|end|>", bos="<|begin|>", pad="<|pad|>", adds_bos=True)
     specials = ("<|begin|>", "<|end|>", "<|pad|>", END_OF_TEXT)
-    family = ranks.Family("small", VOCAB_SIZE - 1, rules.LLAMA3, names, specials)
+    family = ranks.RankFamily("small", VOCAB_SIZE - 1, rules.LLAMA3, names, specials)
     monkeypatch.setattr(ranks, "FAMILIES", (family,))
     return family
 
@@ -153,7 +153,7 @@ def rank_lines(trained: Tokenizer) -> bytes:
 
 
 def test_rank_files_encode_as_tiktoken_does(
-    trained: Tokenizer, small_family: ranks.Family, tmp_path: Path, amount: None
+    trained: Tokenizer, small_family: ranks.RankFamily, tmp_path: Path, amount: None
 ) -> None:
     file = tmp_path / "small.tiktoken"
     file.write_bytes(rank_lines(trained))
@@ -185,7 +185,9 @@ def test_special_ids_may_lie_anywhere(
     trained: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     at = ((END_OF_TEXT, VOCAB_SIZE + 10), ("<|p|>", VOCAB_SIZE + 30))
-    family = ranks.Family("odd", VOCAB_SIZE - 1, rules.CL100K, SpecialNames(eos=END_OF_TEXT), at=at)
+    family = ranks.RankFamily(
+        "odd", VOCAB_SIZE - 1, rules.CL100K, SpecialNames(eos=END_OF_TEXT), at=at
+    )
     monkeypatch.setattr(ranks, "FAMILIES", (family,))
     (tmp_path / "odd.tiktoken").write_bytes(rank_lines(trained))
     tokenizer = Tokenizer.load(tmp_path / "odd.tiktoken")
@@ -362,7 +364,7 @@ def test_damaged_files_are_refused_or_read(
         content = content or bytearray(b" ")
     path = tmp_path_factory.mktemp("damaged") / name
     path.write_bytes(bytes(content))
-    family = ranks.Family("bytes", 256, rules.QWEN, SpecialNames(eos="<e>"), ("<e>",))
+    family = ranks.RankFamily("bytes", 256, rules.QWEN, SpecialNames(eos="<e>"), ("<e>",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "FAMILIES", (family,))
         try:

@@ -156,7 +156,7 @@ def test_schema_is_json_schema() -> None:
     file = str(CONFIGS / "quickstart.yaml")
     schema = json.loads(fourfold("config", "schema", "-c", file, "-o", "Engine.max_steps=7").stdout)
     assert schema["$defs"]["Engine"]["properties"]["max_steps"]["default"] == 7
-    assert schema["$defs"]["Model"]["properties"]["hidden_size"]["default"] == 256
+    assert schema["$defs"]["Model"]["properties"]["hidden_size"]["default"] == 192
 
 
 def test_all_problems_come_at_once_with_exit_code_2(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def of_family(family: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     place.mkdir()
     if family == "Llama 3":
         names = SpecialNames(eos="<|end|>", bos="<|begin|>", adds_bos=True)
-        small = ranks.Family("small", 256, rules.LLAMA3, names, ("<|begin|>", "<|end|>"))
+        small = ranks.RankFamily("small", 256, rules.LLAMA3, names, ("<|begin|>", "<|end|>"))
         monkeypatch.setattr(ranks, "FAMILIES", (small,))
         lines = [b"%s %d" % (base64.b64encode(bytes([one])), one) for one in range(256)]
         (place / "tokenizer.model").write_bytes(b"\n".join(lines))

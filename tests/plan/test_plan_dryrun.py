@@ -102,7 +102,9 @@ def wire_bytes(traffic: Traffic) -> dict[str, int]:
         [f"{MP}=2", f"{DP}=1"],
         [f"{DP}=4"],
         [f"{SHARDING}=2", f"{STAGE}=3", f"{MP}=2", f"{DP}=1"],
-        [f"{DP}=2", f"{PP}=2", f"{SHARDING}=2", f"{MP}=2", *O2],
+        pytest.param(
+            [f"{DP}=2", f"{PP}=2", f"{SHARDING}=2", f"{MP}=2", *O2], marks=pytest.mark.slow
+        ),
     ],
     ids=" ".join,
 )
