@@ -33,7 +33,7 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 # Of the iteration x -> a x + (b x xT + c (x xT)^2) x; torch's, which are Keller Jordan's.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-# An owner takes several small matrices in a round, up to so many numbers.
+# An owner takes several small matrices in a round, up to this many numbers.
 ROUND_NUMEL = 4 * 1024 * 1024
 
 

@@ -196,7 +196,7 @@ def check_replicas(
 
 
 class _Holders(NamedTuple):
-    """Ranks that replicate parameters: all of a group, or so many neighbours in it each time."""
+    """Ranks that replicate parameters: all of a group, or each run of `neighbours` in it."""
 
     group: ProcessGroup | None
     axis: str

@@ -431,7 +431,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumBothWays(torch.autograd.Function):
-    """A sum that every rank goes on with in its own way."""
+    """A sum that every rank then uses in its own way, so that gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -187,7 +187,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     spread = spread_of(config)
     given = workload.network, spread
     planned = stage_parameters(*given, place["pp"], place["mp"])
-    foretold = sum(holding_of(*given, workload.software, place["pp"], place["mp"]).values())
+    planned_bytes = sum(holding_of(*given, workload.software, place["pp"], place["mp"]).values())
     yield (
         f"{share.layers} layer(s) from {share.first_layer}: {ran.parameters:,} parameters "
         f"({planned:,.0f} planned), of which this rank keeps {ran.kept:,}"
@@ -196,7 +196,7 @@ def dry_run_lines(config: Config, rank: int) -> Iterator[str]:
     yield (
         f"holds at the update: weights {in_bytes(held.weights)}, master weights "
         f"{in_bytes(held.masters)}, gradients {in_bytes(held.gradients)}, moments "
-        f"{in_bytes(held.moments)}{averaged}: {held.total:,} bytes ({foretold:,.0f} planned)"
+        f"{in_bytes(held.moments)}{averaged}: {held.total:,} bytes ({planned_bytes:,.0f} planned)"
     )
     if layout.sharding > 1:
         yield (
