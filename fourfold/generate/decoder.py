@@ -28,7 +28,7 @@ from fourfold.errors import UserError
 from fourfold.generate.packed import FusedGPT, PackedLinear, is_known
 from fourfold.generate.sharing import RowPart
 from fourfold.generate.weights import Format, set_format
-from fourfold.model.gpt import GPT, Attend, scaled_queries
+from fourfold.model.gpt import GPT, Attend
 from fourfold.model.positions import document_mask
 
 
@@ -288,7 +288,7 @@ class LayerCache:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        q, shares = scaled_queries(q, self.scale), k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=shares
-        )
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=self.scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )  # fmt: skip

@@ -14,7 +14,6 @@ K head size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -65,11 +64,6 @@ class CoreAttention(nn.Module):
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )  # fmt: skip
-
-
-def scaled_queries(q: Tensor, scale: float | None) -> Tensor:
-    """So that kernels, which multiply scores by 1 / sqrt(K), come to multiply them by `scale`."""
-    return q if scale is None else q * (scale * math.sqrt(q.shape[-1]))
 
 
 class HeadNorm(nn.Module):

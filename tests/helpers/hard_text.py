@@ -69,7 +69,7 @@ def hard_texts(count: int = 400, seed: int = 15) -> list[str]:
 
 
 def python_texts(num_bytes: int) -> list[str]:
-    """The sources of this Python's library, in order, up to about so many bytes."""
+    """The sources of this Python's library, in order, about `num_bytes` of them."""
     texts: list[str] = []
     size = 0
     for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
