@@ -54,9 +54,9 @@ typedef struct {
 } Query;
 
 /* Queries of one sequence to its head h; starts and stops do not fall. `scores` has room for T of
-   each. This thread is likely to attend next to the head that is `apart` heads further on. */
+   each. */
 INLINE void attend_queries(const int count, const int half, const Cache *cache, int64_t sequence, int64_t h,
-                           int64_t apart, float scale, const Query *queries, float *scores) {
+                           float scale, const Query *queries, float *scores) {
   const int64_t K = cache->size, KP = padded_size(cache), T = cache->positions;
   const int64_t place = sequence * cache->heads + h, size = half ? 2 : 4;
   const char *keys = cache->keys + place * T * K * size, *values = cache->values + place * T * KP * size;
@@ -120,9 +120,6 @@ INLINE void attend_queries(const int count, const int half, const Cache *cache, 
     if (parts == 4) {
       for (int64_t t = first; t < longest; t++) {
         vf value[4];
-        if (one_token) /* and the keys of the next head while these values are used */
-          for (int64_t line = 0; line < K * size; line += 64)
-            _mm_prefetch(keys + (apart * T + t) * K * size + line, _MM_HINT_T0);
         UNROLL for (int v = 0; v < 4; v++) value[v] = load_cached(half, values, t * KP + d + v * VL);
         UNROLL for (int r = 0; r < count; r++) {
           vf weight = v_set(scores[r * T + t]);
@@ -147,21 +144,18 @@ INLINE void attend_queries(const int count, const int half, const Cache *cache, 
 
 #define ATTEND(count)                                                                             \
   static __attribute__((noinline)) void attend_##count(const Cache *cache, int64_t sequence, int64_t h, \
-                                                       int64_t apart, float scale,                \
-                                                       const Query *queries, float *scores) {     \
+                                                       float scale, const Query *queries, float *scores) { \
     if (cache->half)                                                                              \
-      attend_queries(count, 1, cache, sequence, h, apart, scale, queries, scores);                \
+      attend_queries(count, 1, cache, sequence, h, scale, queries, scores);                       \
     else                                                                                          \
-      attend_queries(count, 0, cache, sequence, h, apart, scale, queries, scores);                \
+      attend_queries(count, 0, cache, sequence, h, scale, queries, scores);                       \
   }
 ATTEND(1) ATTEND(2) ATTEND(4)
 
 /* As many as there are. */
-static void attend(int64_t count, const Cache *cache, int64_t sequence, int64_t h, int64_t apart,
-                   float scale, const Query *queries, float *scores) {
-  for (; count >= 4; count -= 4, queries += 4)
-    attend_4(cache, sequence, h, apart, scale, queries, scores);
-  for (; count >= 2; count -= 2, queries += 2)
-    attend_2(cache, sequence, h, apart, scale, queries, scores);
-  if (count) attend_1(cache, sequence, h, apart, scale, queries, scores);
+static void attend(int64_t count, const Cache *cache, int64_t sequence, int64_t h, float scale,
+                   const Query *queries, float *scores) {
+  for (; count >= 4; count -= 4, queries += 4) attend_4(cache, sequence, h, scale, queries, scores);
+  for (; count >= 2; count -= 2, queries += 2) attend_2(cache, sequence, h, scale, queries, scores);
+  if (count) attend_1(cache, sequence, h, scale, queries, scores);
 }

@@ -144,8 +144,8 @@ static void take_in(const Network *net, const Layer *layer, Row row, Projected a
 /* Heads `first` to `stop`, which share keys and values, of `count` rows that follow each other in
    one sequence: four rows of a head together, or all these heads of a row. */
 static void attend_tile(const Network *net, const Layer *layer, const Row *rows, int64_t count,
-                        int64_t first, int64_t stop, int64_t apart, Projected at, const float *qkv,
-                        float *mixed, float *scores) {
+                        int64_t first, int64_t stop, Projected at, const float *qkv, float *mixed,
+                        float *scores) {
   const Cache *cache = &layer->cache;
   const int64_t K = cache->size, shared = first * cache->heads / net->heads;
   const int by_rows = count == QUERIES;
@@ -158,7 +158,7 @@ static void attend_tile(const Network *net, const Layer *layer, const Row *rows,
       queries[i] = (Query){qkv + r * at.width + h * at.query_step, mixed + (r * net->heads + h) * K,
                            start > 0 ? start : 0, end};
     }
-    attend(inner, cache, rows[0].sequence, shared, apart, net->attention_scale, queries, scores);
+    attend(inner, cache, rows[0].sequence, shared, net->attention_scale, queries, scores);
   }
 }
 
@@ -221,23 +221,16 @@ static Rows prepare(Team team, const Matrix *m, const float *x, int64_t width, i
   return (Rows){to.data, size, to.scales};
 }
 
-/* This thread's share of the outputs; it does not wait for the others. `next` is the matrix of the
-   product after this one, if there is one. */
-static void times(Team team, const Matrix *m, Rows given, int64_t rows, Result y,
-                  const Matrix *next) {
+/* This thread's share of the outputs; it does not wait for the others. */
+static void times(Team team, const Matrix *m, Rows given, int64_t rows, Result y) {
   int64_t first, stop;
-  const char *after = 0;
-  if (next) {
-    share(team, panels_of(next->outputs), &first, &stop);
-    after = (const char *)next->weights + panel_start(next->kind, next->inputs, first);
-  }
   share(team, panels_of(m->outputs), &first, &stop);
-  multiply(m, first, stop, given, rows, y, after);
+  multiply(m, first, stop, given, rows, y);
 }
 
 static void product(Team team, const Matrix *m, const float *x, int64_t width, int64_t rows,
-                    Prepared to, Result y, const Matrix *next) {
-  times(team, m, prepare(team, m, x, width, rows, to), rows, y, next);
+                    Prepared to, Result y) {
+  times(team, m, prepare(team, m, x, width, rows, to), rows, y);
 }
 
 static void normalize_all(Team team, const Network *net, const float *x, int64_t rows,
@@ -259,21 +252,16 @@ static void add_normalized(Team team, const Network *net, float *branch, int64_t
   meet(team);
 }
 
-static const Matrix *feed_forward_first(const Layer *layer) {
-  return layer->gate.outputs ? &layer->gate : &layer->up;
-}
-
 /* Up to the product with `down`. */
 static void feed_forward(Team team, const Network *net, const Layer *layer, const float *x,
                          int64_t rows, Prepared to, float *inner) {
   const int64_t F = net->ffn;
-  const Matrix *next = net->parallel_residual ? &layer->out : &layer->down;
-  Rows given = prepare(team, feed_forward_first(layer), x, net->hidden, rows, to);
+  Rows given = prepare(team, layer->gate.outputs ? &layer->gate : &layer->up, x, net->hidden, rows, to);
   /* The same thread has the same outputs of both. */
   if (layer->gate.outputs)
-    times(team, &layer->gate, given, rows, (Result){inner, F, F, net->activation}, &layer->up);
+    times(team, &layer->gate, given, rows, (Result){inner, F, F, net->activation});
   times(team, &layer->up, given, rows,
-        (Result){inner, F, F, layer->gate.outputs ? TIMES : net->activation}, next);
+        (Result){inner, F, F, layer->gate.outputs ? TIMES : net->activation});
   meet(team);
 }
 
@@ -375,15 +363,10 @@ void forward(const Network *net, const Row *rows, int64_t count, const int32_t *
       const Layer *layer = net->layer + l;
       if (!post) normalize_all(team, net, x, count, layer->norm1_weight, layer->norm1_bias, unit);
       Rows given = prepare(team, &layer->q, seen, D, count, prepared);
-      const Matrix *feed = feed_forward_first(layer), *mix = parallel ? feed : &layer->out;
-      const Matrix *next = l + 1 < net->layers ? &layer[1].q : net->head;
-      times(team, &layer->q, given, count, (Result){qkv, at.width, layer->q.outputs, PLAIN},
-            layer->k.outputs ? &layer->k : mix);
+      times(team, &layer->q, given, count, (Result){qkv, at.width, layer->q.outputs, PLAIN});
       if (layer->k.outputs) {
-        times(team, &layer->k, given, count,
-              (Result){qkv + at.keys, at.width, layer->k.outputs, PLAIN}, &layer->v);
-        times(team, &layer->v, given, count,
-              (Result){qkv + at.values, at.width, layer->v.outputs, PLAIN}, mix);
+        times(team, &layer->k, given, count, (Result){qkv + at.keys, at.width, layer->k.outputs, PLAIN});
+        times(team, &layer->v, given, count, (Result){qkv + at.values, at.width, layer->v.outputs, PLAIN});
       }
       meet(team);
       MY_ROWS(team, count) take_in(net, layer, rows[r], at, qkv + r * at.width);
@@ -391,22 +374,22 @@ void forward(const Network *net, const Row *rows, int64_t count, const int32_t *
       for (int64_t one = team.me; one < tiles * units; one += team.threads) {
         int64_t t = one / units, r = starts[t], unit_of = one % units;
         int64_t end = unit_of / sides * group + group, first = end - group + unit_of % sides * side;
-        attend_tile(net, layer, rows + r, starts[t + 1] - r, first, least(first + side, end),
-                    team.threads, at, qkv + r * at.width, mixed + r * M, scores);
+        attend_tile(net, layer, rows + r, starts[t + 1] - r, first, least(first + side, end), at,
+                    qkv + r * at.width, mixed + r * M, scores);
       }
       meet(team);
       if (parallel) { /* before the residual stream changes */
         normalize_all(team, net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
         feed_forward(team, net, layer, unit, count, prepared, inner);
       }
-      product(team, &layer->out, mixed, M, count, prepared, to_stream, parallel ? &layer->down : feed);
+      product(team, &layer->out, mixed, M, count, prepared, to_stream);
       meet(team);
       if (post) add_normalized(team, net, branch, count, layer->norm1_weight, layer->norm1_bias, x);
       if (!parallel) {
         if (!post) normalize_all(team, net, x, count, layer->norm2_weight, layer->norm2_bias, unit);
         feed_forward(team, net, layer, seen, count, prepared, inner);
       }
-      product(team, &layer->down, inner, F, count, prepared, to_stream, next);
+      product(team, &layer->down, inner, F, count, prepared, to_stream);
       meet(team);
       if (post) add_normalized(team, net, branch, count, layer->norm2_weight, layer->norm2_bias, x);
     }
@@ -417,7 +400,7 @@ void forward(const Network *net, const Row *rows, int64_t count, const int32_t *
         for (int64_t d = 0; d < D; d++) row[d] *= net->logit_scale;
     }
     meet(team);
-    product(team, net->head, mixed, D, wanted, prepared, (Result){logits, V, V, PLAIN}, 0);
+    product(team, net->head, mixed, D, wanted, prepared, (Result){logits, V, V, PLAIN});
     if (net->logit_softcap != 0.0f) cap(team, net, logits, wanted);
   }
 }
@@ -443,6 +426,6 @@ void linear(const Matrix *m, const float *x, int64_t width, int64_t rows, float 
     int64_t first, stop;
     share(team, panels_of(m->outputs), &first, &stop);
     multiply(m, first, stop, (Rows){data, size, scales}, rows,
-             (Result){y, m->outputs, m->outputs, PLAIN}, 0);
+             (Result){y, m->outputs, m->outputs, PLAIN});
   }
 }

@@ -150,15 +150,19 @@ INLINE vi add_fours(vi sum, vi offset, vi b) {
 #define EACH_ROW(rows) UNROLL for (int r = 0; r < (rows); r++)
 
 /* Weights are fetched before their use, since the hardware stops at each page: a tile of `panels`
-   panels fetches as many lines, from `ahead` on, for each chunk that it reads. */
+   panels fetches as many lines for each chunk that it reads. */
 #define AHEAD 2048
+typedef struct {
+  const char *place; /* for the first chunk */
+  int64_t step;      /* bytes from chunk to chunk */
+} Ahead;
 INLINE void fetch(const void *place) { _mm_prefetch((const char *)place, _MM_HINT_T0); }
 #define FETCH(chunk) \
-  UNROLL for (int p = 0; p < panels; p++) fetch(ahead + ((chunk) * panels + p) * CHUNK);
+  UNROLL for (int p = 0; p < panels; p++) fetch(ahead.place + (chunk) * ahead.step + p * CHUNK);
 #define AT(w, chunk, p) ((w) + (chunk) * (BLOCK * CHUNK) + (p) * CHUNK)
 
 INLINE void tile_float32(const int rows, const int panels, const Matrix *m, const char *w,
-                         const char *ahead, Rows x, vf (*sums)[4][NV]) {
+                         Ahead ahead, Rows x, vf (*sums)[4][NV]) {
   for (int64_t k = 0; k < m->inputs; k++) {
     vf weight[4][NV];
     FETCH(k)
@@ -171,7 +175,7 @@ INLINE void tile_float32(const int rows, const int panels, const Matrix *m, cons
 }
 
 INLINE void tile_float16(const int rows, const int panels, const Matrix *m, const char *w,
-                         const char *ahead, Rows x, vf (*sums)[4][NV]) {
+                         Ahead ahead, Rows x, vf (*sums)[4][NV]) {
   for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
     FETCH(pair)
     UNROLL for (int k = 0; k < 2; k++) {
@@ -188,7 +192,7 @@ INLINE void tile_float16(const int rows, const int panels, const Matrix *m, cons
 }
 
 INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, const char *w,
-                          const char *ahead, Rows x, vf (*sums)[4][NV]) {
+                          Ahead ahead, Rows x, vf (*sums)[4][NV]) {
   for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
     vi both[4][NV];
     FETCH(pair)
@@ -214,7 +218,7 @@ INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, con
 }
 
 INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const char *w,
-                      const char *ahead, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+                      Ahead ahead, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
   vi whole[12][4][NV];
   EACH_SUM(rows, panels) whole[r][p][v] = vi_set(0);
   for (int64_t four = 0; four < m->inputs / 4; four++) {
@@ -257,7 +261,7 @@ INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const c
 }
 
 INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const char *w,
-                      const char *ahead, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+                      Ahead ahead, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
   const int64_t groups = m->inputs / GROUP;
 #if HAS_BF16
   /* bfloat16 numbers -8 to 7, twice, since the index of a word has five bits. */
@@ -376,8 +380,8 @@ INLINE void finish_tile(const int rows, const int panels, const Matrix *m, int64
 }
 
 #define TILE(KIND, kind_name, ...)                                                              \
-  static __attribute__((noinline)) void KIND(const Matrix *m, int64_t panel, const char *ahead, \
-                                             Rows x, Result y) { \
+  static __attribute__((noinline)) void KIND(const Matrix *m, int64_t panel, Ahead ahead, Rows x,  \
+                                             Result y) { \
     const char *w = (const char *)m->weights + panel_start(m->kind, m->inputs, panel);          \
     vf sums[12][4][NV];                                                                         \
     kind_name                                                                                   \
@@ -400,7 +404,7 @@ INLINE void finish_tile(const int rows, const int panels, const Matrix *m, int64
        tile_int4(rows, panels, m, w, ahead, x, panel, sums);                                    \
        finish_tile(rows, panels, m, panel, y, sums);)
 
-typedef void (*Tile)(const Matrix *, int64_t, const char *, Rows, Result);
+typedef void (*Tile)(const Matrix *, int64_t, Ahead, Rows, Result);
 typedef struct {
   int rows, panels; /* rows 0 ends the list */
   Tile tiles[5], single[5]; /* by kind; `single`: for one panel */
@@ -417,9 +421,9 @@ typedef struct {
 MAKE(12, 2) MAKE(12, 1) MAKE(8, 2) MAKE(8, 1) MAKE(4, 4) MAKE(4, 1)
 MAKE(2, 4) MAKE(2, 1) MAKE(1, 4) MAKE(1, 1)
 static const TileSize SIZES[] = {SIZE(12, 2), SIZE(8, 2), SIZE(4, 4), SIZE(2, 4), SIZE(1, 4), {0}};
-MAKE_INT4(12, 2) MAKE_INT4(12, 1) MAKE_INT4(8, 2) MAKE_INT4(8, 1) MAKE_INT4(4, 2) MAKE_INT4(4, 1)
+MAKE_INT4(12, 1) MAKE_INT4(8, 2) MAKE_INT4(8, 1) MAKE_INT4(4, 2) MAKE_INT4(4, 1)
 MAKE_INT4(2, 4) MAKE_INT4(2, 1) MAKE_INT4(1, 4) MAKE_INT4(1, 1)
-static const TileSize SIZES_INT4[] = {SIZE_INT4(12, 2), SIZE_INT4(8, 2), SIZE_INT4(4, 2),
+static const TileSize SIZES_INT4[] = {SIZE_INT4(12, 1), SIZE_INT4(8, 2), SIZE_INT4(4, 2),
                                       SIZE_INT4(2, 4), SIZE_INT4(1, 4), {0}};
 #else
 MAKE(6, 1) MAKE(4, 1) MAKE(2, 2) MAKE(2, 1) MAKE(1, 4) MAKE(1, 1)
@@ -428,16 +432,14 @@ MAKE_INT4(2, 1) MAKE_INT4(1, 2) MAKE_INT4(1, 1)
 static const TileSize SIZES_INT4[] = {SIZE_INT4(2, 1), SIZE_INT4(1, 2), {0}};
 #endif
 
-/* Panels `first` to `stop` of the product of `rows` prepared rows; `after` is where the weights are
-   that this thread reads next, or null. */
-static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64_t rows, Result y,
-                     const char *after) {
+/* Panels `first` to `stop` of the product of `rows` prepared rows. */
+static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64_t rows, Result y) {
   const TileSize *sizes = m->kind == INT4 ? SIZES_INT4 : SIZES;
-  const int64_t bytes = panel_bytes(m->kind, m->inputs);
+  const int64_t bytes = panel_bytes(m->kind, m->inputs); /* of one panel */
   for (int64_t block = first; block < stop; block += BLOCK) {
     const char *w = (const char *)m->weights + panel_start(m->kind, m->inputs, block);
-    const char *next = block + BLOCK < stop ? w + BLOCK * bytes : after;
-    int64_t end = block + BLOCK < stop ? block + BLOCK : stop;
+    const int is_last = block + BLOCK >= stop;
+    int64_t end = is_last ? stop : block + BLOCK;
     int64_t row = 0;
     for (const TileSize *size = sizes; size->rows; size++) {
       for (; row + size->rows <= rows; row += size->rows) {
@@ -445,14 +447,19 @@ static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64
         Result part = {y.data + row * y.stride, y.stride, y.width, y.how};
         /* Where the first rows take several tiles for a block, which then stays in the cache, these
            fetch the next one: memory would have nothing to do during all but the first of them. */
-        const int spread = row == 0 && size->panels < BLOCK && next;
-        const char *ahead = spread ? next : w + AHEAD;
-        const int64_t apart = spread ? bytes : CHUNK;
+        const int spread = row == 0 && size->panels < BLOCK && !is_last;
+        const int64_t apart = spread ? bytes : CHUNK; /* from panel to panel */
+        const int64_t side = spread ? size->panels : BLOCK;
+        Ahead ahead = {w + (spread ? BLOCK * bytes : AHEAD), side * CHUNK};
         int64_t panel = block;
-        for (; panel + size->panels <= end; panel += size->panels, ahead += size->panels * apart)
+        for (; panel + size->panels <= end; panel += size->panels) {
           size->tiles[m->kind](m, panel, ahead, some, part);
-        for (; panel < end; panel++, ahead += apart)
+          ahead.place += size->panels * apart;
+        }
+        for (ahead.step = spread ? CHUNK : BLOCK * CHUNK; panel < end; panel++) {
           size->single[m->kind](m, panel, ahead, some, part);
+          ahead.place += apart;
+        }
       }
     }
   }
