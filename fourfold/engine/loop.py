@@ -73,8 +73,8 @@ class Engine:
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def fit(self, *, save: bool = True) -> None:
-        """Train from the current step to `max_steps`, then test. Returns early on a stop.
+    def fit(self, *, save: bool = True) -> bool:
+        """Train from the current step to `max_steps`, then test; returns whether a stop ended it.
 
         Without `save` it leaves no checkpoint and no picture: the run is only a measurement.
         """
@@ -102,6 +102,8 @@ class Engine:
                     self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
+        heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
+        return stopped
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
