@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fourfold.config import Config
     from fourfold.convert import ForeignModel
     from fourfold.engine.monitoring import Prediction
-    from fourfold.launch.agent import Machines
+    from fourfold.launch.rounds import Machines
 
 # Where the number of machines may change: failures without progress between them, and how long a
 # machine may be silent.

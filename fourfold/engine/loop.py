@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +57,8 @@ class Engine:
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
+        if claim is not None:
+            self.ranks = replace(self.ranks, may_commit=claim.check)
         self.batch_schedule = config.batch_schedule
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.schedule = build_schedule(config)

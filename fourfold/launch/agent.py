@@ -15,20 +15,15 @@ ends its ranks before it does anything else: others may be going on without it.
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.errors import USER_ERROR_EXIT, RunError, UserError
+from fourfold.errors import USER_ERROR_EXIT, UserError
 from fourfold.launch.diagnosis import (
     RankStack,
     explain,
@@ -39,69 +34,24 @@ from fourfold.launch.diagnosis import (
     take_stacks,
 )
 from fourfold.launch.peers import (
-    ENDED,
     SUSPICIOUS_SECONDS,
-    Exchange,
     RankState,
     Report,
     RoundEnd,
     states_of,
 )
+from fourfold.launch.rounds import Machines, Meeting, MeetingClosed, MeetingLost, Round
 from fourfold.launch.supervisor import FAILED, Echo, Restarts, Watch, tell_of_stop
 from fourfold.launch.workers import LOG_NAME, Ending, Place, WorkerGroup
-from fourfold.meeting import MEETING, Patience, reach, serve
+from fourfold.meeting import MEETING
 from fourfold.signals import SupervisorSignals
 
-# torch's rendezvous: who has said nothing for KEEP_ALIVE_SECONDS is out; once there are enough,
-# others may still come for LAST_CALL_SECONDS.
-KEEP_ALIVE_SECONDS = 5
-LAST_CALL_SECONDS = 3.0
-JOIN_SECONDS = 600.0
-STORE_SECONDS = 10.0
 # How long to look for the cause where a rank has only lost its connection.
 SEARCH_SECONDS = 8.0
 STACKS_SECONDS = 5.0
 LINGER_SECONDS = 15.0
 # The phases in which a rank can be asked to stop and save.
 TRAINING = {"reader", "forward_backward", "optimizer", "evaluate", "save"}
-
-
-@dataclass(frozen=True)
-class Machines:
-    """How many machines take part, which one this is, and where they meet."""
-
-    fewest: int
-    most: int
-    node_rank: int | None
-    host: str
-    port: int
-
-    @property
-    def where(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def elastic(self) -> bool:
-        return self.fewest < self.most
-
-    def is_host(self) -> bool:
-        """Whether the meeting place is on this machine."""
-        if self.node_rank is not None:
-            return self.node_rank == 0
-        try:
-            found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_DGRAM)
-        except OSError:
-            return False
-        return any(_is_own(family, address) for family, _, _, _, address in found)
-
-
-def _is_own(family: int, address: tuple[object, ...]) -> bool:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind(address)
-        except OSError:
-            return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -114,14 +64,6 @@ class Limits:
 
 # What to run for so many ranks in all; a `UserError` where they cannot run.
 Plan = Callable[[int], Callable[[], None]]
-
-
-class MeetingLost(Exception):
-    """The place where the machines meet does not answer."""
-
-
-class MeetingClosed(Exception):
-    """The others have ended the run."""
 
 
 def run_agent(
@@ -140,7 +82,12 @@ def run_agent(
     """Run this machine's part until the run has ended; the exit code, as of `supervise`."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as aside, SupervisorSignals() as signals:
         agent = Agent(machines, nproc, plan, log_dir, Path(aside), limits, restarts, signals)
-        agent.stopped_code, agent.threads, agent.echo, agent.tell = stopped_code, threads, echo, tell
+        agent.stopped_code, agent.threads, agent.echo, agent.tell = (
+            stopped_code,
+            threads,
+            echo,
+            tell,
+        )
         return agent.run()
 
 
@@ -247,11 +194,10 @@ class Agent:
     def _announce(self, joined: Round) -> None:
         own = joined.own
         mine = ranks([*range(joined.first_rank, joined.first_rank + own.nproc)])
-        others = [member.host for member in joined.members if member is not own]
+        others = [member.host for member in joined.members if member != own]
         if others:
             self.tell(
-                f"fourfold: {own.host} has {mine} of {joined.world_size}; with "
-                f"{', '.join(others)}"
+                f"fourfold: {own.host} has {mine} of {joined.world_size}; with {', '.join(others)}"
             )
 
 
@@ -458,192 +404,3 @@ class RoundWatch(Watch):
             return None
         self.exchange.leave()
         return self.agent.stopped_code
-
-
-# -- where the machines meet -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Member:
-    """A machine of a round: which process speaks for it, and how many ranks it has."""
-
-    index: int
-    host: str
-    nproc: int
-    order: int
-
-
-@dataclass(frozen=True)
-class Round:
-    token: str
-    number: int
-    members: list[Member]  # in the order of their ranks
-    own: Member
-
-    @property
-    def world_size(self) -> int:
-        return sum(member.nproc for member in self.members)
-
-    @property
-    def first_rank(self) -> int:
-        return sum(m.nproc for m in self.members[: self.members.index(self.own)])
-
-
-class Meeting:
-    """This machine's connection to the others, until it is lost."""
-
-    def __init__(
-        self, machines: Machines, host: str, signals: SupervisorSignals, tell: Echo
-    ) -> None:
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
-            C10dRendezvousBackend,
-        )
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-            DynamicRendezvousHandler,
-            RendezvousTimeout,
-        )
-
-        # Machines that were there before do not publish a shared store again, for which one that
-        # comes later would wait in vain (torch 2.13).
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.machines, self.host, self.tell = machines, host, tell
-        self.server = serve(machines.host, machines.port) if machines.is_host() else None
-        name = f"{machines.host} at {machines.where}" if self.server is None else machines.where
-        self.store = reach(
-            machines.host,
-            machines.port,
-            JOIN_SECONDS,
-            name,
-            Patience(tell),
-            lambda: signals.received is not None,
-        )
-        self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        backend = C10dRendezvousBackend(self.store.clone(), "fourfold")
-        self.handler = DynamicRendezvousHandler.from_backend(
-            "fourfold",
-            self.store.clone(),
-            backend,
-            machines.fewest,
-            machines.most,
-            local_addr=host,
-            timeout=RendezvousTimeout(
-                join=timedelta(seconds=JOIN_SECONDS),
-                last_call=timedelta(seconds=LAST_CALL_SECONDS),
-                close=timedelta(seconds=STORE_SECONDS),
-            ),
-            keep_alive_interval=1,
-            keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
-        )
-        self.exchange = Exchange(self.store.clone(), host, self.handler.num_nodes_waiting)
-
-    def join(self, nproc: int, signals: SupervisorSignals, lost_seconds: float) -> Round | None:
-        """Wait for a round to take part in; None if a signal came first."""
-        patience, found = Patience(self.tell), Joining(self, nproc)
-        while found.is_alive():
-            signals.wait(0.1)
-            if signals.received is not None:
-                return None
-            if self.exchange.broken or self.exchange.quiet_seconds() > lost_seconds:
-                raise MeetingLost(self._silence())
-            patience.waiting(self._missing())
-        if isinstance(found.error, BaseException):
-            self._explain(found.error)
-        assert found.round is not None
-        return found.round
-
-    def _silence(self) -> str:
-        return (
-            f"{self.machines.where}, where the machines meet, does not answer: "
-            f"{self.machines.host}, its `fourfold train` or the network to it is gone"
-        )
-
-    def _missing(self) -> str:
-        here = [report.host for report in self.exchange.present()]
-        busy = [report for report in self.exchange.present() if report.round]
-        if len(here) >= self.machines.fewest and busy:
-            return f"the next checkpoint of the machines that train, to join them at {self.machines.where}"
-        missing = max(self.machines.fewest - len(here), 0)
-        if not missing:
-            return f"the machines at {self.machines.where} to agree ({', '.join(here)} are here)"
-        kind = "machine" if self.machines.fewest == 1 else "machines"
-        return (
-            f"{missing} of {self.machines.fewest} {kind} at {self.machines.where} "
-            f"(here: {', '.join(here)})"
-        )
-
-    def _explain(self, error: BaseException) -> None:
-        from torch.distributed.elastic.rendezvous import (
-            RendezvousClosedError,
-            RendezvousTimeoutError,
-        )
-
-        if isinstance(error, RendezvousClosedError):
-            raise MeetingClosed(
-                f"the other machines have ended the run that meets at {self.machines.where}"
-            ) from error
-        if isinstance(error, RendezvousTimeoutError):
-            raise MeetingClosed(
-                f"gave up after {JOIN_SECONDS:g} s: still waiting for {self._missing()}"
-            ) from error
-        if isinstance(error, RuntimeError):  # torch's, of a connection
-            raise MeetingLost(self._silence()) from error
-        raise error
-
-    def refuse_others(self) -> None:
-        """No further rounds: no restart is left."""
-        threading.Thread(target=self.handler.shutdown, daemon=True).start()
-
-    def abandon(self) -> None:
-        """Leave without a word: nobody would hear it."""
-        self.exchange.close()
-
-    def close(self, seconds: float) -> None:
-        """Leave. Whose store it is stays until the others have left too, or are gone."""
-        self.exchange.leave()
-        deadline = time.monotonic() + seconds
-        while self.server is not None and time.monotonic() < deadline:
-            others = [i for i in self.exchange.seen if i != self.exchange.index]
-            busy = set(others) - set(self.exchange.silent(others, SUSPICIOUS_SECONDS))
-            reports = [self.exchange.seen[index].report for index in busy]
-            if all(report.status == ENDED or not report.round for report in reports):
-                break
-            time.sleep(0.1)
-        self.exchange.close()
-
-
-class Joining(threading.Thread):
-    """Joins the next round; in a thread, since the network may never answer."""
-
-    def __init__(self, meeting: Meeting, nproc: int) -> None:
-        super().__init__(name="joining", daemon=True)
-        self.meeting, self.nproc = meeting, nproc
-        self.round: Round | None = None
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.round = self._join()
-        except BaseException as error:
-            self.error = error
-
-    def _join(self) -> Round:
-        meeting = self.meeting
-        found = meeting.handler.next_rendezvous()
-        order = meeting.machines.node_rank
-        if order is None:
-            order = 0 if meeting.server is not None else 1 + found.rank
-        own = Member(meeting.exchange.index, meeting.host, self.nproc, order)
-        note = asdict(own)
-        if found.rank == 0:
-            number = meeting.store.add("fourfold/rounds", 1) - 1
-            note |= {"token": secrets.token_hex(8), "number": number}
-        found.store.set(f"fourfold/member/{found.rank}", json.dumps(note))
-        notes = [
-            json.loads(found.store.get(f"fourfold/member/{rank}"))
-            for rank in range(found.world_size)
-        ]
-        names = ("index", "host", "nproc", "order")
-        members = [Member(*(note[name] for name in names)) for note in notes]
-        members.sort(key=lambda member: (member.order, member.index))
-        return Round(notes[0]["token"], notes[0]["number"], members, own)

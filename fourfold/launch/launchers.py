@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from fourfold.launch.agent import Machines
+    from fourfold.launch.rounds import Machines
 
 # Below the ports that Linux hands out on its own (32768 and up), above the well-known ones.
 FIRST_PORT, PORTS = 12000, 20000
@@ -172,7 +172,7 @@ _NUM_MACHINES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", re.ASCII
 
 def read_machines(nnodes: str, node_rank: int | None, master: str) -> Machines:
     """Those of `--nnodes N` or `--nnodes MIN:MAX`."""
-    from fourfold.launch.agent import Machines
+    from fourfold.launch.rounds import Machines
 
     match = _NUM_MACHINES.fullmatch(nnodes)
     if match is None or int(match[2] or match[1]) < int(match[1]):

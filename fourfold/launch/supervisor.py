@@ -57,8 +57,9 @@ def supervise(
 ) -> int:
     """Run `work` in `nproc` forked ranks until all have ended; the exit code for the command.
 
-    0 (or `stopped_code` after a stop that was saved) when all ranks succeeded, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
-    did not survive, else 1. `saved_step` returns the step of the last checkpoint, if there is one:
+    0 when all ranks succeeded (`stopped_code` after a stop that was saved), 2 after a `UserError`,
+    128 + n after a stop by signal n that ranks did not survive, else 1. `saved_step` returns the
+    step of the last checkpoint, if there is one:
     where the run resumes, and whether it made progress. `log_name` is where a rank writes below
     `log_dir`, `threads` those of each rank (default: its share of the processors). `echo` gets the
     lines of rank 0 (default: standard output), and `tell` those of the supervisor itself (default:
@@ -75,13 +76,12 @@ def supervise(
                 limits = (hang_seconds, stop_seconds, grace_seconds)
                 watch = Watch(workers, signals, echo, tell, *limits)
                 code = watch.run()
-                if code == 0 and watch.was_stopped():
-                    code = stopped_code
             if workers.running:
                 tell(f"fourfold: processes {[*workers.running.values()]} cannot be killed")
                 return FAILED
-            failed = bool(workers.failures) or code == FAILED != stopped_code
-            if not failed or code != FAILED or signals.received or not restarts.another(tell):
+            if code == 0:
+                return stopped_code if watch.was_stopped() else 0
+            if code != FAILED or signals.received or not restarts.another(tell):
                 return code
             signals.wait_out(restarts.pause_seconds)
             if signals.received:
