@@ -97,6 +97,7 @@ class Relay:
 _attached: tuple[Board, int] | None = None
 _relay: Relay | None = None
 _last: tuple[int, str] = (0, "start")
+_last_seconds = 0.0
 
 
 def attach(board: Board, rank: int) -> None:
@@ -123,13 +124,15 @@ def beat(step: int, phase: str) -> None:
     alive()
 
 
-def last_word() -> tuple[int, str]:
-    """Step and phase of the last beat of this process."""
-    return _last
+def last_beat() -> Beat:
+    """The last beat of this process, supervised or not."""
+    return Beat(_last_seconds, *_last)
 
 
 def alive() -> None:
     """Report that the phase of the last beat makes progress."""
+    global _last_seconds
+    _last_seconds = time.monotonic()
     if _attached is not None:
         board, rank = _attached
         board.beat(rank, *_last)

@@ -185,9 +185,12 @@ class TrainRun:
         config, expected = self.resolve(world_size if world_size > 1 else None)
         with _without_garbage():
             from fourfold.engine import build_engine
+            from fourfold.launch.unsupervised import speaking_for
 
-        engine = build_engine(config, world_size, expected, partial(_open_foreign, config))
-        stopped = engine.fit(save=save)
+        seconds = config.Distributed.timeout_seconds
+        with speaking_for(int(os.environ.get("RANK", "0")), world_size, seconds):
+            engine = build_engine(config, world_size, expected, partial(_open_foreign, config))
+            stopped = engine.fit(save=save)
         return FinishedRun(self.stopped_code if stopped else 0, config, world_size)
 
 

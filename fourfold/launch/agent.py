@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.errors import USER_ERROR_EXIT, UserError
+from fourfold.errors import USER_ERROR_EXIT, RunError, UserError
 from fourfold.launch.diagnosis import (
     RankStack,
     explain,
@@ -63,7 +63,7 @@ class Limits:
 
 
 # What to run for so many ranks in all; a `UserError` where they cannot run.
-Plan = Callable[[int], Callable[[], None]]
+Plan = Callable[[int], Callable[[], object]]
 
 
 def run_agent(
@@ -112,14 +112,15 @@ class Agent:
         self._was_stopped = False
 
     def run(self) -> int:
-        code = None
+        code: int | None = None
         try:
             while code is None:
                 code = self._round()
             return code
         finally:
             if self.meeting is not None:
-                self.meeting.close(self.limits.stop_seconds if code == 0 else LINGER_SECONDS)
+                ended = FAILED if code is None else code
+                self.meeting.close(ended, LINGER_SECONDS if ended else self.limits.stop_seconds)
 
     def _round(self) -> int | None:
         """One round; the exit code if it was the last."""
@@ -131,20 +132,22 @@ class Agent:
                 return self._stopped_while_waiting()
             code = self._take_part(self.meeting, joined)
         except MeetingLost as lost:
-            assert self.meeting is not None
             self.tell(f"fourfold: {lost}")
-            self.meeting.abandon()
+            if self.meeting is not None:
+                self.meeting.abandon()
             self.meeting, code = None, FAILED
         except MeetingClosed as closed:
             self.tell(f"fourfold: {closed}")
-            return FAILED
-        if code is None or code != FAILED:
+            return closed.code
+        except RunError:
+            if self.signals.received:
+                return self._stopped_while_waiting()
+            raise
+        if code != FAILED:
             return code
         if self.signals.received:
             return tell_of_stop(self.signals.received, self.tell)
         if not self.restarts.another(self.tell):
-            if self.meeting is not None:
-                self.meeting.refuse_others()
             return code
         self.signals.wait_out(self.restarts.pause_seconds)
         return None

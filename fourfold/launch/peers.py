@@ -158,6 +158,9 @@ class Exchange:
         self.end: RoundEnd | None = None
         self.marks: dict[str, str] = {}  # of the round: "stacks", "regroup", "leaving"
         self.nodes_waiting = 0
+        # A thousand ranks that all read what all others say would be a crowd: they listen when
+        # something is wrong.
+        self.listens = True
         # Held while it speaks, so that no process is forked in the middle of a sentence.
         self.speaking = threading.Lock()
         self._store = store
@@ -181,10 +184,22 @@ class Exchange:
         for seen in self.seen.values():
             seen.heard = now
 
+    def wait_for_round(self) -> None:
+        """Between two rounds."""
+        self._states, self.end = dict, None
+        self._own = replace(self._own, round="", status="", has_stacks=False)
+
+    def say_last(self, key: str, value: str) -> None:
+        self._outbox.append(lambda: self._store.set(key, value))
+
     def show_stacks(self, states: dict[int, RankState]) -> None:
         self._states = lambda: states
         self._own = replace(self._own, has_stacks=True)
         self.refresh()
+
+    def has_stacks(self) -> None:
+        """From now on what is said of ranks contains their stacks."""
+        self._own = replace(self._own, has_stacks=True)
 
     def mark(self, name: str, value: str) -> None:
         """Leave a note in this round for all to see; a second one is added to it."""
@@ -225,7 +240,11 @@ class Exchange:
         return [
             index
             for index in others
-            if index not in self.seen or self.answered - self.seen[index].heard > seconds
+            if index not in self.seen
+            or (
+                self.answered - self.seen[index].heard > seconds
+                and self.seen[index].report.status != ENDED
+            )
         ]
 
     def present(self) -> list[Report]:
@@ -256,6 +275,19 @@ class Exchange:
             self._outbox.pop(0)
         self._own = replace(self._own, number=self._own.number + 1, ranks=self._states())
         store.set(f"fourfold/report/{self.index}", self._own.encode())
+        if self.listens:
+            self._listen(store)
+        if self._own.round:
+            if self.end is None and store.check([self._key("end")]):
+                self.end = read_end(store.get(self._key("end")))
+            for name in ("stacks", "regroup", "leaving"):
+                if store.check([self._key(name)]):
+                    self.marks[name] = store.get(self._key(name)).decode(errors="replace").strip()
+            if self._waiting is not None:
+                self.nodes_waiting = self._waiting()
+        self.answered = time.monotonic()
+
+    def _listen(self, store: Store) -> None:
         everyone = range(1, store.add("fourfold/speakers", 0) + 1)
         now = time.monotonic()
         for index in everyone:
@@ -266,15 +298,6 @@ class Exchange:
             report, seen = read_report(data), self.seen[index]
             if report is not None and report.number != seen.report.number:
                 self.seen[index] = Seen(report, now)
-        if self._own.round:
-            if self.end is None and store.check([self._key("end")]):
-                self.end = read_end(store.get(self._key("end")))
-            for name in ("stacks", "regroup", "leaving"):
-                if store.check([self._key(name)]):
-                    self.marks[name] = store.get(self._key(name)).decode(errors="replace").strip()
-            if self._waiting is not None:
-                self.nodes_waiting = self._waiting()
-        self.answered = time.monotonic()
 
     def _key(self, name: str) -> str:
         return f"fourfold/{self._own.round}/{name}"

@@ -30,6 +30,7 @@ KEEP_ALIVE_SECONDS = 5
 LAST_CALL_SECONDS = 3.0
 JOIN_SECONDS = 600.0
 STORE_SECONDS = 10.0
+OUTCOME = "fourfold/outcome"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,11 @@ class MeetingLost(Exception):
 
 
 class MeetingClosed(Exception):
-    """The others have ended the run."""
+    """The others have ended the run; with which exit code, if they say so."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,11 @@ class Meeting:
             keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
         )
         self.exchange = Exchange(self.store.clone(), host, self.handler.num_nodes_waiting)
+        self.abandoned = False
 
     def join(self, nproc: int, signals: SupervisorSignals, lost_seconds: float) -> Round | None:
         """Wait for a round to take part in; None if a signal came first."""
+        self.exchange.wait_for_round()
         patience, found = Patience(self.tell), Joining(self, nproc)
         while found.is_alive():
             signals.wait(0.1)
@@ -194,7 +201,8 @@ class Meeting:
 
         if isinstance(error, RendezvousClosedError):
             raise MeetingClosed(
-                f"the other machines have ended the run that meets at {self.machines.where}"
+                f"the other machines have ended the run that met at {self.machines.where}",
+                self._outcome(),
             ) from error
         if isinstance(error, RendezvousTimeoutError):
             raise MeetingClosed(
@@ -204,23 +212,34 @@ class Meeting:
             raise MeetingLost(self._silence()) from error
         raise error
 
-    def refuse_others(self) -> None:
-        """No further rounds: no restart is left."""
-        threading.Thread(target=self.handler.shutdown, daemon=True).start()
+    def _outcome(self) -> int:
+        try:
+            return int(self.store.get(OUTCOME)) if self.store.check([OUTCOME]) else 1
+        except (RuntimeError, ValueError):
+            return 1
 
     def abandon(self) -> None:
         """Leave without a word: nobody would hear it."""
+        self.abandoned = True
         self.exchange.close()
+        # A network that comes back must not find a machine that nobody speaks for any more. In a
+        # thread, because it waits for the answer to a question.
+        threading.Thread(target=self.handler._stop_heartbeats, daemon=True).start()
 
-    def close(self, seconds: float) -> None:
-        """Leave. Whose store it is stays until the others have left too, or are gone."""
+    def close(self, code: int, seconds: float) -> None:
+        """Leave, the run having ended with this code. Whose store it is stays until the others
+        have left too, or are gone."""
+        self.exchange.say_last(OUTCOME, str(code))
         self.exchange.leave()
+        closing = threading.Thread(target=self.handler.shutdown, daemon=True)
+        closing.start()
+        closing.join(STORE_SECONDS / 2)
         deadline = time.monotonic() + seconds
         while self.server is not None and time.monotonic() < deadline:
             others = [i for i in self.exchange.seen if i != self.exchange.index]
             busy = set(others) - set(self.exchange.silent(others, SUSPICIOUS_SECONDS))
             reports = [self.exchange.seen[index].report for index in busy]
-            if all(report.status == ENDED or not report.round for report in reports):
+            if all(report.status == ENDED for report in reports):
                 break
             time.sleep(0.1)
         self.exchange.close()
@@ -245,6 +264,9 @@ class Joining(threading.Thread):
     def _join(self) -> Round:
         meeting = self.meeting
         found = meeting.handler.next_rendezvous()
+        if meeting.abandoned:
+            meeting.abandon()
+            raise RuntimeError("joined too late")
         order = meeting.machines.node_rank
         if order is None:
             order = 0 if meeting.server is not None else 1 + found.rank
