@@ -102,7 +102,8 @@ def _device_index(visible: int) -> int:
         return local_rank
     # Our launcher and torchrun show every process the same GPUs. Others may show each only its own
     # (srun --gpus-per-task=1); that no two are the same is checked when they meet.
-    shows_all = "FOURFOLD_STORE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    ours = "FOURFOLD_STORE" in os.environ or "FOURFOLD_ATTEMPT" in os.environ
+    shows_all = ours or "TORCHELASTIC_RUN_ID" in os.environ
     if visible == 1 and not shows_all:
         return 0
     raise UserError(

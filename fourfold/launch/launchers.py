@@ -15,10 +15,13 @@ import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fourfold.errors import UserError
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from fourfold.launch.rounds import Machines
 
 # Below the ports that Linux hands out on its own (32768 and up), above the well-known ones.
 FIRST_PORT, PORTS = 12000, 20000
@@ -162,6 +165,29 @@ class Nodes:
         if not 1 <= int(port) <= 65535:
             raise UserError(f"--master {self.master!r}: a port is a number from 1 to 65535")
         return plain, int(port)
+
+
+_NUM_MACHINES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", re.ASCII)
+
+
+def read_machines(nnodes: str, node_rank: int | None, master: str) -> Machines:
+    """Those of `--nnodes N` or `--nnodes MIN:MAX`."""
+    from fourfold.launch.rounds import Machines
+
+    match = _NUM_MACHINES.fullmatch(nnodes)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(
+            f"--nnodes {nnodes!r} is not a number of machines, as in 4, nor the fewest and the "
+            "most of them, as in 2:4"
+        )
+    fewest, most = int(match[1]), int(match[2] or match[1])
+    if node_rank is not None and node_rank >= most:
+        raise UserError(
+            f"--node-rank {node_rank} does not exist among --nnodes {nnodes}; number the machines "
+            f"from 0 to {most - 1}"
+        )
+    host, port = Nodes(most, node_rank or 0, master).address()
+    return Machines(fewest, most, node_rank, host, port)
 
 
 def torchrun_command(
