@@ -193,12 +193,6 @@ def _bad_words(request: JobRequest) -> Iterator[str]:
     for word in request.sbatch:
         if not re.fullmatch(r"--?[A-Za-z][^\x00-\x1f]*", word):
             yield f"--sbatch {word!r} is not an option of sbatch such as --account=lab"
-    for number, option, most in (
-        (request.nodes, "--nodes", MOST_NODES),
-        (request.nproc, "--nproc", MOST_RANKS),
-    ):
-        if number is not None and not 1 <= number <= most:
-            yield f"{option} {number} is not between 1 and {most}"
     for word in (str(Path.cwd()), *map(str, (request.file, *request.overrides))):
         if set(word) & set("\n\r\0"):
             yield f"{word!r} has a line break in it, which no job file can carry"
@@ -216,6 +210,13 @@ def _sizes(request: JobRequest, cluster: Cluster | None) -> tuple[int, int]:
             f"how large is the job? {' and '.join(missing)} missing: machines, and processes on "
             "each; or describe both with --cluster 2x8xA100-80G"
         )
+    wrong = [
+        f"{option} {number} is not between 1 and {most}"
+        for number, option, most in ((nodes, "--nodes", MOST_NODES), (nproc, "--nproc", MOST_RANKS))
+        if not 1 <= number <= most
+    ]
+    if wrong:
+        raise ConfigError(wrong)
     return nodes, nproc
 
 
@@ -324,11 +325,7 @@ def _timed(job: Job, source: ConfigSource, config: Config, made: _Planned) -> Jo
             f"A save every {steps} steps (the file says {config.Engine.save_load.save_steps}): "
             f"{goodput.text()}."
         )
-    jobs = math.ceil(whole / max(1.0, limit - made.notice))
-    remarks.append(
-        f"{job.max_steps} steps need {clock(whole)} or less, that is {jobs} "
-        f"job{'s' * (jobs > 1)} of {clock(limit)}."
-    )
+    remarks.append(f"{job.max_steps} steps need {clock(whole)} or less.")
     return replace(
         job,
         arguments=tuple(words),
