@@ -298,6 +298,8 @@ def _train_on_machines(
     from fourfold.launch.launchers import refuse_inside_launcher
 
     refuse_inside_launcher(os.environ, "--nnodes")
+    # Before torch is loaded: a connection that is lost is ours to tell, not in C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config, _ = run.resolve(nproc * machines.most)
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     with _without_garbage():

@@ -82,12 +82,8 @@ def run_agent(
     """Run this machine's part until the run has ended; the exit code, as of `supervise`."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as aside, SupervisorSignals() as signals:
         agent = Agent(machines, nproc, plan, log_dir, Path(aside), limits, restarts, signals)
-        agent.stopped_code, agent.threads, agent.echo, agent.tell = (
-            stopped_code,
-            threads,
-            echo,
-            tell,
-        )
+        agent.stopped_code, agent.threads = stopped_code, threads
+        agent.echo, agent.tell = echo, tell
         return agent.run()
 
 
@@ -105,8 +101,10 @@ class Agent:
     ) -> None:
         self.machines, self.nproc, self.plan, self.log_dir = machines, nproc, plan, log_dir
         self.aside, self.limits, self.restarts, self.signals = aside, limits, restarts, signals
-        self.stopped_code, self.threads = 0, None
-        self.echo = self.tell = print
+        self.stopped_code = 0
+        self.threads: int | None = None
+        self.echo: Echo = print
+        self.tell: Echo = print
         self.host = socket.gethostname()
         self.meeting: Meeting | None = None
         self._was_stopped = False
@@ -323,9 +321,9 @@ class RoundWatch(Watch):
             states = seen.report.ranks if seen else {}
             heard = time.monotonic() - seen.heard if seen else 0.0
             where = max(states.values(), key=lambda s: s.step) if states else "its start"
-            who = f" ({ranks(sorted(states))})" if states else ""
+            who = ranks([*self.joined.ranks_of(index)])
             lines.append(
-                f"fourfold: {self.others[index]}{who} has not been heard of for {heard:.0f} s, "
+                f"fourfold: {self.others[index]} ({who}) has not been heard of for {heard:.0f} s, "
                 f"last at {where}: the machine, its network or its `fourfold train` is gone"
             )
         return RoundEnd(lines)

@@ -24,7 +24,7 @@ from fourfold.heartbeat import Beat, Board
 from fourfold.launch.diagnosis import Frame, RankStack
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 PULSE_SECONDS = 1.0
 # Nothing heard for so long is suspicious, where something else is wrong too.
@@ -183,6 +183,7 @@ class Exchange:
         now = time.monotonic()
         for seen in self.seen.values():
             seen.heard = now
+        self._wake.set()
 
     def wait_for_round(self) -> None:
         """Between two rounds."""
@@ -202,9 +203,9 @@ class Exchange:
         self._own = replace(self._own, has_stacks=True)
 
     def mark(self, name: str, value: str) -> None:
-        """Leave a note in this round for all to see; a second one is added to it."""
+        """Leave a note in this round for all to see."""
         key = self._key(name)
-        self._outbox.append(lambda: self._store.append(key, f"{value} "))
+        self._outbox.append(lambda: self._store.set(key, value))
         self.refresh()
 
     def post_end(self, end: RoundEnd) -> RoundEnd:
@@ -230,6 +231,14 @@ class Exchange:
     def close(self) -> None:
         self._closed.set()
         self._wake.set()
+
+    def are_through(self) -> bool:
+        """Whether all others that are heard of have left this round, or wait for none."""
+        others = [index for index in self.seen if index != self.index]
+        heard = set(others) - set(self.silent(others, SUSPICIOUS_SECONDS))
+        reports = [self.seen[index].report for index in heard]
+        rounds = (self._own.round, "")
+        return all(report.status == ENDED and report.round in rounds for report in reports)
 
     def quiet_seconds(self) -> float:
         """How long the store has not answered."""

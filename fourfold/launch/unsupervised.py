@@ -168,9 +168,7 @@ class Voice:
         self.exchange.leave()
         deadline = time.monotonic() + LINGER_SECONDS
         while self.serves and time.monotonic() < deadline:
-            others = self._others()
-            left = set(others) - set(self.exchange.silent(others, SUSPICIOUS_SECONDS))
-            if all(self.exchange.seen[index].report.status == ENDED for index in left):
+            if self.exchange.are_through():
                 return
             time.sleep(POLL_SECONDS)
 

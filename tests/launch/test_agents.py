@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class Agents:
         except UserError as error:
             (self.directory / f"told_{node}").write_text(str(error))
             code = 2
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 
