@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -314,6 +314,13 @@ def _train_on_machines(
     if lost_seconds is None:
         lost_seconds = min(ELASTIC_LOST_SECONDS, patience) if machines.elastic else patience
     hang_seconds = patience if hang_seconds is None else hang_seconds
+
+    if machines.elastic and config.Data.batch_size.rampup is None:
+        # A batch given for each rank is that of all machines, however many there are.
+        batch = config.Data.batch_size.global_batch_size
+        sizes = {"global_batch_size": batch, "local_batch_size": None}
+        pinned = {f"Data.batch_size.{key}": value for key, value in sizes.items()}
+        run = replace(run, values={**run.values, **pinned})
 
     def plan(world_size: int) -> Callable[[], object]:
         config, expected = run.resolve(world_size)

@@ -20,7 +20,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fourfold.errors import USER_ERROR_EXIT, RunError, UserError
@@ -158,15 +158,17 @@ class Agent:
 
     def _take_part(self, meeting: Meeting, joined: Round) -> int | None:
         """This machine's part of a round: the exit code, or None if there is another round."""
-        own = joined.own
         try:
-            work = self.plan(joined.world_size)
+            joined, work = self._plan(joined)
         except UserError as error:
             meeting.exchange.enter(joined.token, dict)
             end = meeting.exchange.post_end(RoundEnd([f"fourfold: {error}"], USER_ERROR_EXIT))
             for line in end.lines:
                 self.tell(line)
             return end.code
+        if joined.own not in joined.members:
+            return self._stand_by(meeting, joined)
+        own = joined.own
         self._announce(joined)
         variables = {
             MEETING: f"{self.machines.where}/{joined.token}",
@@ -191,6 +193,41 @@ class Agent:
             return FAILED
         self._was_stopped = watch.stopped
         return code
+
+    def _plan(self, joined: Round) -> tuple[Round, Callable[[], object]]:
+        """What to run, on as many of the machines as can share it; all decide alike."""
+        problem: UserError | None = None
+        for count in range(len(joined.members), self.machines.fewest - 1, -1):
+            some = replace(joined, members=joined.members[:count])
+            try:
+                work = self.plan(some.world_size)
+            except UserError as error:
+                problem = problem or error
+                continue
+            if problem is not None:
+                spare = [member.host for member in joined.members[count:]]
+                self.tell(f"fourfold: {', '.join(spare)} cannot be used now: {problem}")
+            return some, work
+        assert problem is not None
+        raise problem
+
+    def _stand_by(self, meeting: Meeting, joined: Round) -> int | None:
+        """No rank of the round is on this machine; wait for the next one."""
+        exchange, members = meeting.exchange, [member.index for member in joined.members]
+        exchange.enter(joined.token, dict)
+        while self.signals.received is None:
+            self.signals.wait(0.1)
+            if exchange.broken or exchange.quiet_seconds() > self.limits.lost_seconds:
+                raise MeetingLost(meeting.silence())
+            if exchange.end is not None:
+                for line in exchange.end.lines:
+                    self.tell(line)
+                exchange.leave()
+                return exchange.end.code
+            gone = exchange.silent(members, self.limits.lost_seconds)
+            if gone or exchange.have_left(members, joined.token):
+                return None
+        return self.stopped_code
 
     def _announce(self, joined: Round) -> None:
         own = joined.own

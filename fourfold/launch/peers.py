@@ -168,6 +168,7 @@ class Exchange:
         self._states: Callable[[], dict[int, RankState]] = dict
         self._waiting = waiting
         self._wake, self._done, self._closed = (threading.Event() for _ in range(3))
+        self._entered = 0.0
         self._outbox: list[Callable[[], object]] = []
         self._speak()
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
@@ -180,7 +181,7 @@ class Exchange:
         self.end, self.marks, self.nodes_waiting = None, {}, 0
         self._states = states
         self._own = replace(self._own, round=token, status="", has_stacks=False)
-        now = time.monotonic()
+        self._entered = now = time.monotonic()
         for seen in self.seen.values():
             seen.heard = now
         self._wake.set()
@@ -239,6 +240,13 @@ class Exchange:
         reports = [self.seen[index].report for index in heard]
         rounds = (self._own.round, "")
         return all(report.status == ENDED and report.round in rounds for report in reports)
+
+    def have_left(self, members: Iterable[int], token: str) -> bool:
+        """Whether these have been in the round and are no longer."""
+        reports = [self.seen[index].report for index in members if index in self.seen]
+        left = [report.round != token or report.status == ENDED for report in reports]
+        # A report may be older than the round itself.
+        return time.monotonic() - self._entered > 3 * PULSE_SECONDS and all(left)
 
     def quiet_seconds(self) -> float:
         """How long the store has not answered."""

@@ -181,7 +181,7 @@ class Meeting:
             if signals.received is not None:
                 return None
             if self.exchange.broken or self.exchange.quiet_seconds() > lost_seconds:
-                raise MeetingLost(self._silence())
+                raise MeetingLost(self.silence())
             patience.waiting(self._missing())
         if isinstance(found.error, BaseException):
             self._explain(found.error)
@@ -224,7 +224,7 @@ class Meeting:
                 f"gave up after {JOIN_SECONDS:g} s: still waiting for {self._missing()}"
             ) from error
         if isinstance(error, RuntimeError):  # torch's, of a connection
-            raise MeetingLost(self._silence()) from error
+            raise MeetingLost(self.silence()) from error
         raise error
 
     def _outcome(self) -> int:

@@ -158,7 +158,7 @@ def cut_in_the_middle(machines: Machines, directory: Path) -> None:
     """Frames between nodes 0 and 1 on one side, 2 and 3 on the other are dropped."""
     sides = '{ "p0", "p1" }', '{ "p2", "p3" }'
     rules = [f"iifname {a} oifname {b} drop" for a, b in (sides, sides[::-1])]
-    chain = "type filter hook forward priority 0;"
+    lines = ["type filter hook forward priority 0;", *rules]
     file = directory / "middle.nft"
-    file.write_text(f"table bridge middle {{ chain c {{ {chain} {'; '.join(rules)}; }} }}\n")
+    file.write_text("\n".join(["table bridge middle {", "chain c {", *lines, "}", "}", ""]))
     machines._in_switch(f"nft -f {file}")
