@@ -188,7 +188,7 @@ class Meeting:
         assert found.round is not None
         return found.round
 
-    def _silence(self) -> str:
+    def silence(self) -> str:
         return (
             f"{self.machines.where}, where the machines meet, does not answer: "
             f"{self.machines.host}, its `fourfold train` or the network to it is gone"

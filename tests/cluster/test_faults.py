@@ -118,6 +118,25 @@ def checkpoints(run: Training) -> list[int]:
     return [int(name.removeprefix("step_")) for name in names if name[5:].isdigit()]
 
 
+def test_a_layout_that_heals(trio: Machines) -> None:
+    """With `--auto` the layout is planned again for two, and for three when one comes back."""
+    run = Training(trio, "2:3", "--auto", "--lost-seconds", str(LOST_SECONDS))
+    run.start_all()
+    wait_until(lambda: run.world_size() == 3, 120, run.said)
+    run.reach(12)
+    trio.power_off(2)
+    wait_until(lambda: run.world_size() == 2, 120, run.said)
+    run.reach(run.step() + 3)
+    assert "legal layouts of 2 process(es)" in run.commands[0].output()
+    trio.boot(2)
+    run.start(2)
+    wait_until(lambda: run.world_size() == 3, 120, run.said)
+    run.reach(run.step() + 3)
+    assert "1 more machine waits to join" in run.commands[0].output()
+    assert set(run.stop_all().values()) == {0}, run.said()
+    run.compare()
+
+
 def test_a_network_cut_in_the_middle(tmp_path: Path) -> None:
     """Two and two: those with the meeting place go on, the others end their ranks and say why;
     mended, they are one run again, and nothing was written twice."""
