@@ -353,6 +353,8 @@ class RoundWatch(Watch):
 
     def _lost(self, silent: Sequence[int]) -> RoundEnd:
         lines = []
+        # Others may be about to follow: what took one has often taken more.
+        silent = sorted({*silent, *self.exchange.silent(self.others, SUSPICIOUS_SECONDS)})
         for index in silent:
             seen = self.exchange.seen.get(index)
             states = seen.report.ranks if seen else {}
@@ -390,6 +392,7 @@ class RoundWatch(Watch):
             state.stack_of(rank, host)
             for index, host in reports.items()
             for rank, state in self._report_of(index).ranks.items()
+            if self._report_of(index).has_stacks
         ]
         return sorted(found, key=lambda stack: stack.rank)
 
