@@ -34,7 +34,6 @@ from fourfold.launch.diagnosis import (
     take_stacks,
 )
 from fourfold.launch.peers import (
-    SUSPICIOUS_SECONDS,
     RankState,
     Report,
     RoundEnd,
@@ -335,12 +334,12 @@ class RoundWatch(Watch):
         return RoundEnd(lines, USER_ERROR_EXIT if cause.is_user_error else FAILED)
 
     def _search(self, cause: Ending) -> RoundEnd:
-        deadline = time.monotonic() + SEARCH_SECONDS
+        deadline = time.monotonic() + max(SEARCH_SECONDS, 2 * self.exchange.suspicious_seconds)
         while time.monotonic() < deadline and not self.signals.urgent:
-            self._check_meeting(SUSPICIOUS_SECONDS)
+            self._check_meeting(self.exchange.suspicious_seconds)
             if self.exchange.end is not None:
                 return self.exchange.end
-            if silent := self.exchange.silent(self.others, SUSPICIOUS_SECONDS):
+            if silent := self.exchange.silent(self.others, self.exchange.suspicious_seconds):
                 return self._lost(silent)
             self._wait()
         stacks = self._all_stacks()
@@ -354,7 +353,9 @@ class RoundWatch(Watch):
     def _lost(self, silent: Sequence[int]) -> RoundEnd:
         lines = []
         # Others may be about to follow: what took one has often taken more.
-        silent = sorted({*silent, *self.exchange.silent(self.others, SUSPICIOUS_SECONDS)})
+        silent = sorted(
+            {*silent, *self.exchange.silent(self.others, self.exchange.suspicious_seconds)}
+        )
         for index in silent:
             seen = self.exchange.seen.get(index)
             states = seen.report.ranks if seen else {}
@@ -406,7 +407,7 @@ class RoundWatch(Watch):
         now = time.monotonic()
         theirs = [
             seen.report.idle_seconds + now - seen.heard
-            for index, seen in self.exchange.seen.items()
+            for index, seen in [*self.exchange.seen.items()]
             if index in self.others
         ]
         return min([own, *theirs])

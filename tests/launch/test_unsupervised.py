@@ -75,6 +75,7 @@ def test_the_rank_that_failed_is_named_by_all(culprit: int, tmp_path: Path) -> N
 def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         if rank == 1:
+            time.sleep(2)  # so that it has said where it is
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for_the_others()
 
