@@ -29,7 +29,7 @@ def started(machines: Machines, *options: str, step: int = 3) -> Training:
 
 
 def test_a_hang_is_named_with_its_host_and_all_stacks(pair: Machines) -> None:
-    run = started(pair, "--hang-seconds", "6")
+    run = started(pair, "--hang-seconds", "8")
     (stopped,) = run.rank_pids(1)
     os.kill(stopped, signal.SIGSTOP)
     assert [command.wait() for command in run.commands.values()] == [1, 1]

@@ -29,13 +29,22 @@ PATIENCE = 150.0
 class Training:
     """`fourfold train --nnodes` on every machine, in the machines' shared directory."""
 
-    def __init__(self, machines: Machines, nnodes: str, *options: str, nproc: int = 1) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        nnodes: str,
+        *options: str,
+        nproc: int = 1,
+        model: dict[str, object] | None = None,
+    ) -> None:
         self.machines, self.nnodes, self.options, self.nproc = machines, nnodes, options, nproc
         self.run = machines.directory / "run"
         self.reads = machines.directory / "reads"
         self.reads.mkdir()
         self.file = machines.directory / "tiny.yaml"
-        self.file.write_text(yaml.safe_dump(settings(machines.directory)))
+        described = settings(machines.directory)
+        described["Model"] |= model or {}  # type: ignore[operator]
+        self.file.write_text(yaml.safe_dump(described))
         self.commands: dict[int, Command] = {}
         self.earlier: list[Command] = []
 
