@@ -58,7 +58,7 @@ StoppedCode = Annotated[
         "--stopped-exit-code",
         min=0,
         max=125,
-        help="Exit code of a run that was asked to stop, and saved, before its last step.",
+        help="Exit code of a run that a signal stopped, saved, before its last step.",
     ),
 ]
 NumNodes = Annotated[
