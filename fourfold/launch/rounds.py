@@ -22,6 +22,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from fourfold.errors import UserError
 from fourfold.launch.peers import Exchange
 from fourfold.launch.supervisor import Echo
 from fourfold.meeting import Patience, reach, serve
@@ -137,7 +138,7 @@ class Meeting:
         # comes later would wait in vain (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines, self.host, self.tell = machines, host, tell
-        self.server = serve(machines.host, machines.port) if machines.is_host() else None
+        self.server = self._serve() if machines.is_host() else None
         self.store = self._connect(signals)
         backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
         self.handler = DynamicRendezvousHandler.from_backend(
@@ -157,6 +158,14 @@ class Meeting:
         )
         self.exchange = Exchange(self._connect(signals), host, self.handler.num_nodes_waiting)
         self.abandoned = False
+
+    def _serve(self) -> TCPStore | None:
+        try:
+            return serve(self.machines.host, self.machines.port)
+        except UserError:
+            if self.machines.node_rank is None:
+                return None  # another agent of this machine serves it
+            raise
 
     def _connect(self, signals: SupervisorSignals) -> TCPStore:
         """A connection for each that asks: one waits while another one's question is open."""
