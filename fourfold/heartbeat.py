@@ -97,7 +97,7 @@ class Relay:
 _attached: tuple[Board, int] | None = None
 _relay: Relay | None = None
 _last: tuple[int, str] = (0, "start")
-_last_seconds = 0.0
+_last_seconds = time.monotonic()
 
 
 def attach(board: Board, rank: int) -> None:
@@ -124,11 +124,6 @@ def beat(step: int, phase: str) -> None:
     alive()
 
 
-def last_beat() -> Beat:
-    """The last beat of this process, supervised or not."""
-    return Beat(_last_seconds, *_last)
-
-
 def alive() -> None:
     """Report that the phase of the last beat makes progress."""
     global _last_seconds
@@ -138,3 +133,8 @@ def alive() -> None:
         board.beat(rank, *_last)
     if _relay is not None:
         _relay.progress()
+
+
+def last_beat() -> Beat:
+    """This process's own, whether or not anybody supervises it."""
+    return Beat(_last_seconds, *_last)

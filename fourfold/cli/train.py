@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -298,6 +298,8 @@ def _train_on_machines(
     from fourfold.launch.launchers import refuse_inside_launcher
 
     refuse_inside_launcher(os.environ, "--nnodes")
+    # Before torch is loaded: a connection that is lost is ours to tell, not in C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config, _ = run.resolve(nproc * machines.most)
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     with _without_garbage():
@@ -312,6 +314,13 @@ def _train_on_machines(
     if lost_seconds is None:
         lost_seconds = min(ELASTIC_LOST_SECONDS, patience) if machines.elastic else patience
     hang_seconds = patience if hang_seconds is None else hang_seconds
+
+    if machines.elastic and config.Data.batch_size.rampup is None:
+        # A batch given for each rank is that of all machines, however many there are.
+        batch = config.Data.batch_size.global_batch_size
+        sizes = {"global_batch_size": batch, "local_batch_size": None}
+        pinned = {f"Data.batch_size.{key}": value for key, value in sizes.items()}
+        run = replace(run, values={**run.values, **pinned})
 
     def plan(world_size: int) -> Callable[[], object]:
         config, expected = run.resolve(world_size)

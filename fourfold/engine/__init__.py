@@ -19,7 +19,7 @@ from pathlib import Path
 from fourfold import heartbeat
 from fourfold.config import Config
 from fourfold.device import select_device, set_numerics
-from fourfold.engine.agreement import check_agreement, facts_of
+from fourfold.engine.agreement import check_agreement, compare_hardware, facts_of
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
@@ -57,6 +57,7 @@ def build_engine(
         lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
     )
     check_agreement(mesh, {"the training data": data.train_fingerprint})
+    data.notices += compare_hardware(mesh, device)
     # Before allocating memory that another run in the same directory may need.
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     if open_foreign is not None:

@@ -148,7 +148,7 @@ def _lock(path: Path) -> Claim | None:
                 return None
             raise
         file.close()
-    token, owner = _introduction(_epoch(path))
+    token, owner = _introduction(_next_epoch(path))
     # On a full disk the lock is held all the same. Past the file's own buffer, which would try
     # again when it is closed.
     with suppress(OSError):
@@ -159,7 +159,7 @@ def _lock(path: Path) -> Claim | None:
 
 def _take_over(path: Path) -> Claim:
     """From a process of the same launch, which may not be reachable: by a file in its place."""
-    token, owner = _introduction(1 + _epoch(path))
+    token, owner = _introduction(_next_epoch(path))
     aside = path.with_name(f"{LOCK_FILE}.{token}")
     file = aside.open("a+", encoding="utf-8")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,14 +173,14 @@ def _is_of_our_launch(path: Path) -> bool:
     return launch is not None and _read(path).get("launch") == launch
 
 
-def _epoch(path: Path) -> int:
+def _next_epoch(path: Path) -> int:
     epoch = _read(path).get("epoch")
-    return epoch if isinstance(epoch, int) else 1
+    return 1 + (epoch if isinstance(epoch, int) else 0)
 
 
 def _lease(path: Path) -> Claim:
     deadline = time.monotonic() + WAIT_SECONDS
-    token, owner = _introduction(1 + _epoch(path))
+    token, owner = _introduction(_next_epoch(path))
     temporary = path.with_name(f"{LOCK_FILE}.{token}")
     try:
         while True:

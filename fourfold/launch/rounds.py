@@ -11,6 +11,7 @@ no answer ever comes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -19,7 +20,10 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from fourfold.launch.peers import ENDED, SUSPICIOUS_SECONDS, Exchange
+from torch._C._distributed_c10d import TCPStore
+
+from fourfold.errors import UserError
+from fourfold.launch.peers import Exchange
 from fourfold.launch.supervisor import Echo
 from fourfold.meeting import Patience, reach, serve
 from fourfold.signals import SupervisorSignals
@@ -106,7 +110,13 @@ class Round:
 
     @property
     def first_rank(self) -> int:
-        return sum(m.nproc for m in self.members[: self.members.index(self.own)])
+        return self.ranks_of(self.own.index).start
+
+    def ranks_of(self, index: int) -> range:
+        """Those of the machine that this process speaks for."""
+        place = [member.index for member in self.members].index(index)
+        first = sum(member.nproc for member in self.members[:place])
+        return range(first, first + self.members[place].nproc)
 
 
 class Meeting:
@@ -123,25 +133,17 @@ class Meeting:
             RendezvousTimeout,
         )
 
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         # Machines that were there before do not publish a shared store again, for which one that
         # comes later would wait in vain (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines, self.host, self.tell = machines, host, tell
-        self.server = serve(machines.host, machines.port) if machines.is_host() else None
-        name = f"{machines.host} at {machines.where}" if self.server is None else machines.where
-        self.store = reach(
-            machines.host,
-            machines.port,
-            JOIN_SECONDS,
-            name,
-            Patience(tell),
-            lambda: signals.received is not None,
-        )
-        self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        backend = C10dRendezvousBackend(self.store.clone(), "fourfold")
+        self.server = self._serve() if machines.is_host() else None
+        self.store = self._connect(signals)
+        backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
         self.handler = DynamicRendezvousHandler.from_backend(
             "fourfold",
-            self.store.clone(),
+            self._connect(signals),
             backend,
             machines.fewest,
             machines.most,
@@ -154,8 +156,30 @@ class Meeting:
             keep_alive_interval=1,
             keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
         )
-        self.exchange = Exchange(self.store.clone(), host, self.handler.num_nodes_waiting)
+        self.exchange = Exchange(self._connect(signals), host, self.handler.num_nodes_waiting)
         self.abandoned = False
+
+    def _serve(self) -> TCPStore | None:
+        try:
+            return serve(self.machines.host, self.machines.port)
+        except UserError:
+            if self.machines.node_rank is None:
+                return None  # another agent of this machine serves it
+            raise
+
+    def _connect(self, signals: SupervisorSignals) -> TCPStore:
+        """A connection for each that asks: one waits while another one's question is open."""
+        machines = self.machines
+        store = reach(
+            machines.host,
+            machines.port,
+            JOIN_SECONDS,
+            f"{machines.host} at {machines.where}",
+            Patience(self.tell),
+            lambda: signals.received is not None,
+        )
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        return store
 
     def join(self, nproc: int, signals: SupervisorSignals, lost_seconds: float) -> Round | None:
         """Wait for a round to take part in; None if a signal came first."""
@@ -166,14 +190,14 @@ class Meeting:
             if signals.received is not None:
                 return None
             if self.exchange.broken or self.exchange.quiet_seconds() > lost_seconds:
-                raise MeetingLost(self._silence())
+                raise MeetingLost(self.silence())
             patience.waiting(self._missing())
         if isinstance(found.error, BaseException):
             self._explain(found.error)
         assert found.round is not None
         return found.round
 
-    def _silence(self) -> str:
+    def silence(self) -> str:
         return (
             f"{self.machines.where}, where the machines meet, does not answer: "
             f"{self.machines.host}, its `fourfold train` or the network to it is gone"
@@ -209,7 +233,7 @@ class Meeting:
                 f"gave up after {JOIN_SECONDS:g} s: still waiting for {self._missing()}"
             ) from error
         if isinstance(error, RuntimeError):  # torch's, of a connection
-            raise MeetingLost(self._silence()) from error
+            raise MeetingLost(self.silence()) from error
         raise error
 
     def _outcome(self) -> int:
@@ -236,10 +260,7 @@ class Meeting:
         closing.join(STORE_SECONDS / 2)
         deadline = time.monotonic() + seconds
         while self.server is not None and time.monotonic() < deadline:
-            others = [i for i in self.exchange.seen if i != self.exchange.index]
-            busy = set(others) - set(self.exchange.silent(others, SUSPICIOUS_SECONDS))
-            reports = [self.exchange.seen[index].report for index in busy]
-            if all(report.status == ENDED for report in reports):
+            if self.exchange.are_through():
                 break
             time.sleep(0.1)
         self.exchange.close()

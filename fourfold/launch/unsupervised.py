@@ -27,7 +27,7 @@ from fourfold.launch.diagnosis import (
     explain_hang,
     ranks,
 )
-from fourfold.launch.peers import ENDED, SUSPICIOUS_SECONDS, Exchange, RankState, RoundEnd
+from fourfold.launch.peers import ENDED, Exchange, RankState, RoundEnd
 from fourfold.meeting import MEETING, open_store
 
 SEARCH_SECONDS = 8.0
@@ -102,15 +102,16 @@ class Voice:
         self.exchange.post_end(RoundEnd([f"fourfold: {said}"], code))
 
     def _search(self) -> RoundEnd | None:
-        exchange, deadline = self.exchange, time.monotonic() + SEARCH_SECONDS
+        exchange = self.exchange
+        deadline = time.monotonic() + max(SEARCH_SECONDS, 2 * exchange.suspicious_seconds)
         began = time.monotonic()
         while time.monotonic() < deadline:
             if exchange.end is not None:
                 return exchange.end
-            if exchange.broken or exchange.quiet_seconds() > SUSPICIOUS_SECONDS:
+            if exchange.broken or exchange.quiet_seconds() > exchange.suspicious_seconds:
                 return RoundEnd([self._without_store()])
-            heard = time.monotonic() - began > SUSPICIOUS_SECONDS
-            if heard and (silent := exchange.silent(self._others(), SUSPICIOUS_SECONDS)):
+            heard = time.monotonic() - began > exchange.suspicious_seconds
+            if heard and (silent := exchange.silent(self._others(), exchange.suspicious_seconds)):
                 return exchange.post_end(RoundEnd(self._lost(silent)))
             time.sleep(POLL_SECONDS)
         stacks = self._stacks()
@@ -119,7 +120,7 @@ class Voice:
         return exchange.post_end(RoundEnd(explain_hang(stacks, None)))
 
     def _others(self) -> list[int]:
-        return [index for index in self.exchange.seen if index != self.exchange.index]
+        return [index for index in [*self.exchange.seen] if index != self.exchange.index]
 
     def _without_store(self) -> str:
         where = os.environ[MEETING].rpartition("/")[0]
@@ -148,14 +149,14 @@ class Voice:
         self.exchange.mark("stacks", str(self.rank))
         deadline = time.monotonic() + STACKS_SECONDS
         while time.monotonic() < deadline:
-            reports = [seen.report for seen in self.exchange.seen.values()]
+            reports = [seen.report for seen in [*self.exchange.seen.values()]]
             if all(report.has_stacks or report.status == ENDED for report in reports):
                 break
             time.sleep(POLL_SECONDS)
         return sorted(
             (
                 state.stack_of(rank, seen.report.host)
-                for index, seen in self.exchange.seen.items()
+                for index, seen in [*self.exchange.seen.items()]
                 for rank, state in seen.report.ranks.items()
                 if index != self.exchange.index and seen.report.status != ENDED
             ),
@@ -168,9 +169,7 @@ class Voice:
         self.exchange.leave()
         deadline = time.monotonic() + LINGER_SECONDS
         while self.serves and time.monotonic() < deadline:
-            others = self._others()
-            left = set(others) - set(self.exchange.silent(others, SUSPICIOUS_SECONDS))
-            if all(self.exchange.seen[index].report.status == ENDED for index in left):
+            if self.exchange.are_through():
                 return
             time.sleep(POLL_SECONDS)
 

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command does, before torch
+
 from fourfold.cli import main
 from fourfold.data import Batch, Loader
 

@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -30,13 +29,22 @@ PATIENCE = 150.0
 class Training:
     """`fourfold train --nnodes` on every machine, in the machines' shared directory."""
 
-    def __init__(self, machines: Machines, nnodes: str, *options: str, nproc: int = 1) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        nnodes: str,
+        *options: str,
+        nproc: int = 1,
+        model: dict[str, object] | None = None,
+    ) -> None:
         self.machines, self.nnodes, self.options, self.nproc = machines, nnodes, options, nproc
         self.run = machines.directory / "run"
         self.reads = machines.directory / "reads"
         self.reads.mkdir()
         self.file = machines.directory / "tiny.yaml"
-        self.file.write_text(yaml.safe_dump(settings(machines.directory)))
+        described = settings(machines.directory)
+        described["Model"] |= model or {}  # type: ignore[operator]
+        self.file.write_text(yaml.safe_dump(described))
         self.commands: dict[int, Command] = {}
         self.earlier: list[Command] = []
 
@@ -78,23 +86,23 @@ class Training:
             lambda: f"step {step}, now at {self.step()}:\n{self.said()}",
         )
 
-    def goes_on(self, world_size: int | None = None, seconds: float = PATIENCE) -> float:
-        """Seconds from now until ranks of a new round, and so many, have made a step."""
-        before, began = self.seen_rounds(), time.monotonic()
+    def goes_on(self, before: set[str], since: float, seconds: float = PATIENCE) -> float:
+        """Seconds from `since` (wall clock) until ranks of a round not among `before` had made a
+        step: each takes its next batch after one."""
 
-        def is_on() -> bool:
-            new = [r for r in self.seen_rounds() if r not in before]
-            return bool(new) and (world_size is None or self.world_size() == world_size)
+        def found() -> list[float]:
+            steps: dict[str, dict[int, float]] = {}
+            for read in self.samples():
+                one = steps.setdefault(str(read["round"]), {})
+                one.setdefault(int(read["step"]), float(read["time"]))  # type: ignore
+            new = [sorted(one.values()) for name, one in steps.items() if name not in before]
+            return [times[1] for times in new if len(times) > 1]
 
-        wait_until(is_on, seconds, lambda: f"a new round of {world_size}:\n{self.said()}")
-        return time.monotonic() - began
+        wait_until(found, seconds, lambda: f"a new round:\n{self.said()}")
+        return min(found()) - since
 
     def seen_rounds(self) -> set[str]:
-        """Rounds in which every rank of the world has taken a batch twice, so has made a step."""
-        steps: dict[str, set[int]] = {}
-        for read in self.samples():
-            steps.setdefault(str(read["round"]), set()).add(int(read["step"]))  # type: ignore[call-overload]
-        return {name for name, found in steps.items() if len(found) > 1}
+        return {str(read["round"]) for read in self.samples()}
 
     def samples(self) -> list[dict[str, object]]:
         return [record for file in sorted(self.reads.iterdir()) for record in _records(file)]

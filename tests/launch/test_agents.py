@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Agents:
     work: Callable[[], None]
     nproc: int = 1
     max_restarts: int = 0
+    runs_on: tuple[int, ...] = ()  # the numbers of ranks it can run on, if not on any
 
     def __post_init__(self) -> None:
         with socket.socket() as probe:
@@ -57,7 +59,7 @@ class Agents:
                 code = run_agent(
                     machines,
                     self.nproc,
-                    lambda world_size: self.work,
+                    self._plan,
                     self.directory / "logs",
                     Limits(60.0, LOST_SECONDS, 30.0),
                     Restarts(self.max_restarts, 0.1, None),
@@ -68,8 +70,15 @@ class Agents:
         except UserError as error:
             (self.directory / f"told_{node}").write_text(str(error))
             code = 2
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
+
+    def _plan(self, world_size: int) -> Callable[[], None]:
+        if self.runs_on and world_size not in self.runs_on:
+            raise UserError(f"no layout of {world_size}")
+        return self.work
 
     def told(self, node: int) -> str:
         path = self.directory / f"told_{node}"
@@ -223,6 +232,29 @@ def test_a_machine_that_was_lost_comes_back(agents: Callable[..., Agents], tmp_p
     os.kill(two.pids[0], signal.SIGTERM)
     os.kill(two.pids[1], signal.SIGTERM)
     assert two.ends() == [0, 0]
+
+
+@pytest.mark.slow
+def test_as_many_machines_train_as_can_share_the_work(
+    agents: Callable[..., Agents], tmp_path: Path
+) -> None:
+    """The one too many stands by, and is needed when another is lost."""
+    three = agents("1:3", lambda: training(tmp_path), max_restarts=3, runs_on=(2,))
+    three.start(0, 1, 2)
+    until((tmp_path / "world_2").exists)
+    until(lambda: "cannot be used now: no layout of 3" in three.told(0))
+    os.kill(three.pids[1], signal.SIGKILL)
+    os.waitpid(three.pids.pop(1), 0)
+    until(lambda: f"{HOST} has rank 1 of 2" in three.told(2))
+    (tmp_path / "finish").touch()
+    assert three.ends() == [0, 0]
+
+
+def test_what_no_number_of_machines_can_run_is_said(agents: Callable[..., Agents]) -> None:
+    two = agents("1:2", meet, runs_on=(8,))
+    two.start(0, 1)
+    assert two.ends() == [2, 2]
+    assert "no layout of 2" in two.told(0)
 
 
 @pytest.mark.parametrize("nnodes", ["0", "2:1", "a", "2:", ":2", "1:2:3", "-1", "", "٣", "9999999"])
