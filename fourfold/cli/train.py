@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fourfold.config import Config
     from fourfold.convert import ForeignModel
     from fourfold.engine.monitoring import Prediction
+    from fourfold.launch.launchers import Nodes
 
 Processes = Annotated[
     int | None, typer.Option(min=1, help="Number of processes to start on this machine.")
@@ -71,9 +72,14 @@ def train(
 ) -> None:
     """Train the model a YAML file describes; resumes if the run has checkpoints.
 
-    Without --nproc one process trains, or those that torchrun, srun or mpirun started.
+    Without --nproc one process trains, or those that torchrun, srun or mpirun started. On machines
+    that Kubeflow, an indexed Job or SkyPilot started, every one of them takes part.
     """
     answer_with_stacks()
+    if nnodes is None and node_rank is None and master is None:
+        nproc, nodes = _announced_machines(nproc)
+        if nodes is not None:
+            nnodes, node_rank, master = nodes.nnodes, nodes.node_rank, nodes.master
     _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
     run = TrainRun(config, override or [], auto, cluster)
     if nnodes is not None:
@@ -81,6 +87,28 @@ def train(
         _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
     else:
         raise typer.Exit(run.fit(nproc, max_restarts or 0, hang_seconds).exit_code)
+
+
+def _announced_machines(nproc: int | None) -> tuple[int | None, Nodes | None]:
+    """The number of processes of this machine, and its place among the others where a scheduler
+    started one process on each of several."""
+    from fourfold.launch.launchers import machines_to_start, num_gpus
+
+    machines = machines_to_start(os.environ, nproc)
+    if machines is None:
+        return nproc, None
+    nodes = machines.nodes
+    if nodes.nnodes == 1:
+        several = machines.nproc if machines.nproc != 1 else None
+        return (several if nproc is None else nproc), None
+    nproc = nproc or machines.nproc or num_gpus() or 1
+    print(
+        f"{machines.name}: machine {nodes.node_rank} of {nodes.nnodes}, {nproc} process(es) here, "
+        f"meeting at {nodes.master}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return nproc, nodes
 
 
 @dataclass(frozen=True)
