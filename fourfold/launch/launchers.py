@@ -2,10 +2,10 @@
 
 Torch wants RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. A launcher that starts every
 process (srun, mpirun, torchrun itself) is joined: what torch wants is derived from its variables,
-and a value that is already set is the user's and stays. A scheduler that starts one process on each
-machine (Kubernetes, Kubeflow, SkyPilot) leaves the others to us: its variables say how many machines
-there are, which of them this is and where the first one listens. A run over several machines is
-handed to torchrun on each of them.
+and a value that is already set is the user's and stays. A scheduler that starts one process on
+each machine (Kubernetes, Kubeflow, SkyPilot) leaves the others to us: its variables say how many
+machines there are, which of them this is and where the first one listens. A run over several
+machines is handed to torchrun on each of them.
 
 What announces other machines and does not say how to join them is refused: nothing trains alone
 where more was asked for.
@@ -265,7 +265,7 @@ def _ancestor(name: str) -> str:
     return ""
 
 
-# -- schedulers that start one process on each machine ----------------------------------------------
+# -- schedulers that start one process on each machine --------------------------------------------
 
 _POD = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX")
 
@@ -359,8 +359,8 @@ def _num_nodes(text: str) -> int:
 
 
 def _processes_of_pod(text: str | None) -> int | None:
-    """torchrun's --nproc-per-node: a number, or what to count. Its `auto` without a GPU is a process
-    for each core, of which a GPT has no use: ours is one."""
+    """torchrun's --nproc-per-node: a number, or what to count. Its `auto` without a GPU is a
+    process for each core, of which a GPT has no use: ours is one."""
     if not text:
         return None
     if text in ("auto", "gpu"):
