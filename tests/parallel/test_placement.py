@@ -15,8 +15,8 @@ from fourfold import placement
 from fourfold.errors import UserError
 from fourfold.mesh import Layout
 from fourfold.placement import (
-    RankPlace,
     Placement,
+    RankPlace,
     changes_machine_and_returns,
     place_ranks,
     spread_groups,
