@@ -24,6 +24,7 @@ TOOLS: dict[str, set[str]] = {
     "launch": set(),
     "plan": set(),
     "accept": {"launch", "plan"},
+    "submit": {"plan"},
     "generate": {"convert"},
     "evaluate": {"generate"},
     "serve": {"generate", "evaluate"},

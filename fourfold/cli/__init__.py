@@ -31,6 +31,7 @@ VERBS = {
     "layout": "layout",
     "plan": "plan",
     "doctor": "plan",
+    "submit": "submit",
     "accept": "accept",
     "mup": "mup",
     "quickstart": "quickstart",
