@@ -102,8 +102,8 @@ def _device_index(visible: int) -> int:
         return local_rank
     # Our launcher and torchrun show every process the same GPUs. Others may show each only its own
     # (srun --gpus-per-task=1, or more of them); that no two are the same is checked when they meet.
-    shows_all = "FOURFOLD_STORE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if not shows_all:
+    ours = "FOURFOLD_STORE" in os.environ or "FOURFOLD_ATTEMPT" in os.environ
+    if not (ours or "TORCHELASTIC_RUN_ID" in os.environ):
         return local_rank % visible
     raise UserError(
         f"process {local_rank + 1} of this machine finds {visible} GPU(s), and each process needs "

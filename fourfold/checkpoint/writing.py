@@ -207,6 +207,7 @@ class _Save:
             serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
             write_manifest(meeting.directory, self.step, serial, indices, self.state_bytes)
             sync_directory(meeting.directory)
+            self.ranks.may_commit()
             commit(meeting.directory, self.target)
         finally:
             meeting.abandon()

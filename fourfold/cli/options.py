@@ -52,7 +52,7 @@ def refuse_several_processes(verb: str) -> None:
     found = started_by(os.environ)
     if found is None:
         return
-    several = found.world_size if isinstance(found, Launcher) else found.nodes.nnodes
+    several = found.world_size if isinstance(found, Launcher) else found.most
     if several > 1:
         raise UserError(
             f"{verb} is one process, and {found.name} started {several}; start it without a "

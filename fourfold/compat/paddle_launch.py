@@ -25,10 +25,10 @@ from fourfold.errors import UserError, report
 from fourfold.launch.launchers import (
     Nodes,
     become,
-    num_gpus,
     refuse_inside_launcher,
     torchrun_command,
 )
+from fourfold.launch.scheduled import num_gpus
 from fourfold.launch.supervisor import supervise
 
 PROGRAM = "python -m fourfold.launch"

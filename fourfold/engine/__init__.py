@@ -16,6 +16,7 @@ from pathlib import Path
 from fourfold import heartbeat
 from fourfold.config import Config
 from fourfold.device import select_device, set_numerics
+from fourfold.engine.agreement import check_agreement, facts_of
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
@@ -45,10 +46,12 @@ def build_engine(
     set_numerics(config.Engine.matmul_precision, config.Engine.deterministic)
     device = select_device(config.Global.device)
     mesh = connect(layout, device, config.Distributed.timeout_seconds)
+    check_agreement(mesh, facts_of(config))
     # Rank 0 makes the index caches, the others then find them.
     data = mesh.rank_0_first(
         lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
     )
+    check_agreement(mesh, {"the training data": data.train_fingerprint})
     # Before allocating memory that another run in the same directory may need.
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     if open_foreign is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +57,8 @@ class Engine:
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
+        if claim is not None:
+            self.ranks = replace(self.ranks, may_commit=claim.check)
         self.batch_schedule = config.batch_schedule
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.schedule = build_schedule(config)
@@ -73,8 +75,8 @@ class Engine:
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def fit(self, *, save: bool = True) -> None:
-        """Train from the current step to `max_steps`, then test. Returns early on a stop.
+    def fit(self, *, save: bool = True) -> bool:
+        """Train from the current step to `max_steps`, then test; returns whether a stop ended it.
 
         Without `save` it leaves no checkpoint and no picture: the run is only a measurement.
         """
@@ -102,6 +104,8 @@ class Engine:
                     self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
+        heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
+        return stopped
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""

@@ -16,24 +16,27 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
-import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fourfold.errors import UserError
-from fourfold.processors import num_processors
+from fourfold.launch.scheduled import (
+    MachineStart,
+    host_and_port,
+    is_pod,
+    pod,
+    port_of,
+    size_and_rank,
+    skypilot,
+    whole_number,
+)
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS
 
-# Below the ports that Linux hands out on its own (32768 and up), above the well-known ones.
-FIRST_PORT, PORTS = 12000, 20000
-TORCHRUN_PORT = "29500"  # torchrun's own, and that of Kubeflow's runtimes
+if TYPE_CHECKING:
+    from fourfold.launch.rounds import Machines
 
 _HOST_PIECE = re.compile(r"([^\[\],\s]+)|\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]")
 
@@ -52,20 +55,10 @@ class Launcher:
     is_one_per_machine: bool = False
 
 
-@dataclass(frozen=True)
-class Machines:
-    """Started one process on each machine; `nproc` is how many each of them is to start, None
-    where it does not say."""
-
-    name: str
-    nodes: Nodes
-    nproc: int | None = None
-
-
 def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
     """Set the variables torch reads from a launcher's own; None if no launcher started us."""
     found = started_by(environment)
-    if isinstance(found, Machines):
+    if isinstance(found, MachineStart):
         _refuse_to_be_alone(found)
         return None
     if found is None:
@@ -76,20 +69,20 @@ def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
     return found
 
 
-def started_by(environment: Mapping[str, str]) -> Launcher | Machines | None:
+def started_by(environment: Mapping[str, str]) -> Launcher | MachineStart | None:
     """Who started this process; None: somebody at a shell. Nothing is set."""
     return next((found for read in CONVENTIONS if (found := read(environment))), None)
 
 
-def machines_to_start(environment: Mapping[str, str], nproc: int | None) -> Machines | None:
+def machines_to_start(environment: Mapping[str, str], nproc: int | None) -> MachineStart | None:
     """The machines of a run of `nproc` processes each, where this process is the only one of its
     machine; None where there is no other machine, or every process was started already."""
     found = started_by(environment)
     if isinstance(found, Launcher) and found.is_one_per_machine and nproc is not None:
         known = {**found.variables, **environment}
-        master = _host_and_port(known["MASTER_ADDR"], known["MASTER_PORT"])
-        return Machines(found.name, Nodes(found.world_size, int(known["RANK"]), master), nproc)
-    return found if isinstance(found, Machines) else None
+        master = host_and_port(known["MASTER_ADDR"], known["MASTER_PORT"])
+        return MachineStart(found.name, str(found.world_size), int(known["RANK"]), master, nproc)
+    return found if isinstance(found, MachineStart) else None
 
 
 def refuse_inside_launcher(environment: MutableMapping[str, str], option: str) -> None:
@@ -101,14 +94,14 @@ def refuse_inside_launcher(environment: MutableMapping[str, str], option: str) -
             f"{option} would start processes inside each of the {found.world_size} that "
             f"{found.name} started; leave {option.split()[0]} out, or start a single process"
         )
-    if isinstance(found, Machines) and found.nodes.nnodes > 1:
+    if isinstance(found, MachineStart) and found.most > 1:
         _refuse_to_be_alone(found)
     _refuse_batch_script(environment)
 
 
-def _refuse_to_be_alone(found: Machines) -> None:
+def _refuse_to_be_alone(found: MachineStart) -> None:
     """For verbs other than train, which start nothing on other machines."""
-    nnodes, nproc = found.nodes.nnodes, found.nproc or 1
+    nnodes, nproc = found.most, found.nproc or 1
     if nnodes > 1:
         raise UserError(
             f"{found.name} started {nnodes} machines, and this command starts processes on none of "
@@ -141,9 +134,9 @@ def _torchrun(environment: Mapping[str, str]) -> Launcher | None:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     is_torchrun = "TORCHELASTIC_RUN_ID" in environment
-    if not (is_torchrun or "LOCAL_RANK" in environment) and _is_pod(environment):
+    if not (is_torchrun or "LOCAL_RANK" in environment) and is_pod(environment):
         return None  # PyTorchJob's RANK is the pod's
-    size = _size_and_rank(environment, "WORLD_SIZE", "RANK")
+    size = size_and_rank(environment, "WORLD_SIZE", "RANK")
     return Launcher("torchrun" if is_torchrun else "RANK and WORLD_SIZE", size)
 
 
@@ -173,12 +166,12 @@ def _mpi(
 ) -> Launcher:
     """`names` are its words for WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK."""
     size_name, rank_name, local_size_name, local_rank_name = names
-    size = _size_and_rank(environment, size_name, rank_name)
+    size = size_and_rank(environment, size_name, rank_name)
     local_rank = environment.get(local_rank_name, "0")
     variables = {
         "RANK": environment[rank_name],
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(_whole_number(local_rank_name, local_rank)),
+        "LOCAL_RANK": str(whole_number(local_rank_name, local_rank)),
         "MASTER_PORT": port_of(job),
     }
     local_size = environment.get(local_size_name)
@@ -196,14 +189,14 @@ def _slurm(environment: Mapping[str, str]) -> Launcher | None:
     # A batch script has SLURM_PROCID and SLURM_NTASKS too, but only srun starts a step.
     if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
         return None
-    size = _size_and_rank(environment, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    size = size_and_rank(environment, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     step = environment.get("SLURM_STEP_ID", "")
     local_rank = environment.get("SLURM_LOCALID", "0")
     variables = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(_whole_number("SLURM_LOCALID", local_rank)),
+        "LOCAL_RANK": str(whole_number("SLURM_LOCALID", local_rank)),
         "MASTER_PORT": port_of(f"{environment.get('SLURM_JOB_ID', '')}.{step}"),
     }
     if "MASTER_ADDR" not in environment:
@@ -216,7 +209,7 @@ def _other_pmi(environment: Mapping[str, str]) -> Launcher | None:
     """A process manager that sets nothing but PMI's rank and size, and so no place of rank 0."""
     if "PMI_RANK" not in environment:
         return None
-    size = _size_and_rank(environment, "PMI_SIZE", "PMI_RANK")
+    size = size_and_rank(environment, "PMI_SIZE", "PMI_RANK")
     missing = [name for name in ("MASTER_ADDR", "LOCAL_RANK") if name not in environment]
     if size > 1 and missing:
         raise UserError(
@@ -245,11 +238,6 @@ def first_host(nodes: str) -> str:
     return host
 
 
-def port_of(job: str) -> str:
-    """A port that all ranks of a job agree on and other jobs on the machine are unlikely to use."""
-    return str(FIRST_PORT + zlib.crc32(job.encode(errors="surrogateescape")) % PORTS)
-
-
 def _ancestor(name: str) -> str:
     """The process of that name that this one descends from; empty where there is none, or no
     /proc."""
@@ -265,161 +253,16 @@ def _ancestor(name: str) -> str:
     return ""
 
 
-# -- schedulers that start one process on each machine --------------------------------------------
-
-_POD = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX")
-
-
-def _is_pod(environment: Mapping[str, str]) -> bool:
-    return any(name in environment for name in _POD)
-
-
-def _pod(environment: Mapping[str, str]) -> Machines | None:
-    """Kubeflow's TrainJob and PyTorchJob, which set torchrun's options as PET_*; Kubernetes's
-    indexed Jobs and JobSets, which set an index and leave the rest to the job file."""
-    if not _is_pod(environment):
-        return None
-    index = environment.get("JOB_COMPLETION_INDEX")
-    name = "an indexed Job" if "PET_NODE_RANK" not in environment and index else "Kubeflow"
-    nproc = _processes_of_pod(environment.get("PET_NPROC_PER_NODE"))
-    rank_name = next(
-        (name for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK") if name in environment),
-        "PET_NODE_RANK",
-    )
-    rank = environment.get(rank_name)
-    if "PET_NNODES" not in environment and (index is not None or rank not in (None, "0")):
-        raise UserError(
-            f"{rank_name}={rank} is one of several pods, and nothing says of how many; set "
-            "PET_NNODES to the number of pods that train together (1 where each trains by itself)"
-        )
-    nnodes = _num_nodes(environment.get("PET_NNODES", "1"))
-    if nnodes == 1:
-        return Machines(name, Nodes(1, 0, ""), nproc)
-    if rank is None:
-        raise UserError(
-            f"PET_NNODES={nnodes} and nothing says which of them this is; set PET_NODE_RANK"
-        )
-    node_rank = _whole_number(rank_name, rank)
-    if node_rank >= nnodes:
-        raise UserError(
-            f"{rank_name}={node_rank} does not exist among PET_NNODES={nnodes}; number the pods "
-            f"from 0 to {nnodes - 1}"
-        )
-    host = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR")
-    if not host and index is not None:
-        host = first_pod(socket.getfqdn(), index)
-    if not host:
-        raise UserError(
-            f"PET_NNODES={nnodes} and nothing says where the first of them is; set PET_MASTER_ADDR "
-            "to its host name (for an indexed Job: JOB-0.SERVICE of a headless service)"
-        )
-    port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or TORCHRUN_PORT
-    return Machines(name, Nodes(nnodes, node_rank, _host_and_port(host, port)), nproc)
-
-
-def first_pod(host: str, index: str) -> str | None:
-    """The host name of the first pod of an indexed Job, from that of the pod `index`; None where
-    the pods have no headless service, and so no names that others can look up."""
-    pod, _, service = host.partition(".")
-    job = pod.removesuffix(f"-{index}")
-    return f"{job}-0.{service}" if service and job != pod else None
-
-
-def _skypilot(environment: Mapping[str, str]) -> Machines | None:
-    if environment.get("SKYPILOT_NUM_NODES", "1") == "1":
-        return None
-    nnodes = _size_and_rank(environment, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
-    if nnodes == 1:
-        return None
-    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
-    if len(addresses) != nnodes:
-        raise UserError(
-            f"SKYPILOT_NUM_NODES={nnodes} and SKYPILOT_NODE_IPS has {len(addresses)} addresses; "
-            "leave both as SkyPilot set them, or unset SKYPILOT_NUM_NODES to use one machine"
-        )
-    gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
-    nproc = _whole_number("SKYPILOT_NUM_GPUS_PER_NODE", gpus)
-    # The name is one for all machines, and another for each job on them.
-    master = _host_and_port(addresses[0], port_of(environment.get("SKYPILOT_TASK_ID", "")))
-    node_rank = int(environment["SKYPILOT_NODE_RANK"])
-    return Machines("SkyPilot", Nodes(nnodes, node_rank, master), nproc or None)
-
-
-def _num_nodes(text: str) -> int:
-    least, colon, most = text.partition(":")
-    if colon and least != most:
-        raise UserError(
-            f"PET_NNODES={text} lets the number of machines change, which torchrun does: start "
-            "with torchrun -m fourfold train, or set one number"
-        )
-    nnodes = _whole_number("PET_NNODES", least)
-    if nnodes == 0:
-        raise UserError("PET_NNODES=0: a run needs at least one machine")
-    return nnodes
-
-
-def _processes_of_pod(text: str | None) -> int | None:
-    """torchrun's --nproc-per-node: a number, or what to count. Its `auto` without a GPU is a
-    process for each core, of which a GPT has no use: ours is one."""
-    if not text:
-        return None
-    if text in ("auto", "gpu"):
-        return num_gpus() or 1
-    if text == "cpu":
-        return num_processors()
-    nproc = _whole_number("PET_NPROC_PER_NODE", text)
-    if nproc == 0:
-        raise UserError("PET_NPROC_PER_NODE=0: a machine needs at least one process")
-    return nproc
-
-
-@cache
-def num_gpus() -> int:
-    """Counted in a separate process: one that has initialised CUDA must not fork ranks."""
-    import torch
-
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as aside:
-        return aside.submit(torch.cuda.device_count).result()
-
-
 # In this order: torchrun's processes inherit what the scheduler set, mpirun's what srun did.
-CONVENTIONS: tuple[Callable[[Mapping[str, str]], Launcher | Machines | None], ...] = (
+CONVENTIONS: tuple[Callable[[Mapping[str, str]], Launcher | MachineStart | None], ...] = (
     _torchrun,
     _open_mpi,
     _mpich,
     _slurm,
     _other_pmi,
-    _pod,
-    _skypilot,
+    pod,
+    skypilot,
 )
-
-
-def _whole_number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UserError(
-            f"{name}={text!r} is not a whole number; unset it, or leave it as the launcher set it"
-        )
-    return int(text)
-
-
-def _host_and_port(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _size_and_rank(environment: Mapping[str, str], size_name: str, rank_name: str) -> int:
-    """The checked number of processes."""
-    values = {name: environment.get(name) for name in (size_name, rank_name)}
-    settings = " and ".join(f"{name}={value}" for name, value in values.items())
-    try:
-        size, rank = (int(value or "") for value in values.values())
-    except ValueError:
-        raise UserError(
-            f"a launcher's variables must be whole numbers, but {settings}; unset both, or start "
-            "through a launcher that sets both"
-        ) from None
-    if not 0 <= rank < size:
-        raise UserError(f"a rank must be at least 0 and less than the number of ranks; {settings}")
-    return size
 
 
 # -- several machines ---------------------------------------------------------------------------
@@ -444,6 +287,29 @@ class Nodes:
         if not 1 <= int(port) <= 65535:
             raise UserError(f"--master {self.master!r}: a port is a number from 1 to 65535")
         return plain, int(port)
+
+
+_NUM_MACHINES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", re.ASCII)
+
+
+def read_machines(nnodes: str, node_rank: int | None, master: str) -> Machines:
+    """Those of `--nnodes N` or `--nnodes MIN:MAX`."""
+    from fourfold.launch.rounds import Machines
+
+    match = _NUM_MACHINES.fullmatch(nnodes)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(
+            f"--nnodes {nnodes!r} is not a number of machines, as in 4, nor the fewest and the "
+            "most of them, as in 2:4"
+        )
+    fewest, most = int(match[1]), int(match[2] or match[1])
+    if node_rank is not None and node_rank >= most:
+        raise UserError(
+            f"--node-rank {node_rank} does not exist among --nnodes {nnodes}; number the machines "
+            f"from 0 to {most - 1}"
+        )
+    host, port = Nodes(most, node_rank or 0, master).address()
+    return Machines(fewest, most, node_rank, host, port)
 
 
 def torchrun_command(

@@ -103,10 +103,12 @@ class Sinks:
             self._write("notice", {"level": level, "text": line})
 
     def close(self) -> None:
-        for sink in self._sinks:
+        """The console last: it is told of those that cannot be closed, on a disk that is gone."""
+        while self._sinks:
+            *others, sink = self._sinks
+            self._sinks = tuple(others)
             with self._surviving(sink):
                 sink.close()
-        self._sinks = ()
 
     def __enter__(self) -> Self:
         return self

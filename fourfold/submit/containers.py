@@ -7,7 +7,7 @@ lies on a volume that all containers share, under the same path as here.
 What a container's end means to them, and what the command makes of it:
 
     0      done: it is not started again. So a run that was told to stop, and has saved, ends with
-           75 here, unless its last step is saved; then it ends with 0 without starting anything
+           75, and a container that comes back after the last step with 0 at once
     2      a mistake in the input: Kubernetes gives up at once
     other  a failure: started again, so many times
 """
@@ -39,16 +39,10 @@ _ACCELERATORS = {
 }
 
 COMMAND = """\
-finished() {{ [ "$(cat {latest} 2>/dev/null)" = step_{max_steps} ]; }}
-finished && exit 0
 cd {directory} || exit
-{command} \\
-    --nproc {ranks_per_node} --max-restarts {max_restarts} &
-trap 'kill -TERM $!' TERM INT
-# Once more after a signal, for the run then saves.
-while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || break; done
-[ $code = 0 ] && ! finished && code={stopped}
-exit $code
+[ "$(cat {latest} 2>/dev/null)" = step_{max_steps} ] && exit 0
+exec {command} \\
+    --nproc {ranks_per_node} --max-restarts {max_restarts} --stopped-exit-code {stopped}
 """
 
 OPENING = """\

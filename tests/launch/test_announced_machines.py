@@ -10,18 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.launch import launchers
+from fourfold.launch import scheduled
 from fourfold.launch.launchers import (
     Launcher,
-    Machines,
-    Nodes,
-    first_pod,
     join_launcher,
     machines_to_start,
-    port_of,
     refuse_inside_launcher,
     started_by,
 )
+from fourfold.launch.scheduled import MachineStart, first_pod, port_of
 
 # What each of them sets, from its documentation and source; values of the second of two machines.
 TRAIN_JOB = {
@@ -87,7 +84,7 @@ BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID":
 def test_the_second_of_two_machines(
     environment: dict[str, str], name: str, master: str, nproc: int | None
 ) -> None:
-    assert machines_to_start(environment, None) == Machines(name, Nodes(2, 1, master), nproc)
+    assert machines_to_start(environment, None) == MachineStart(name, "2", 1, master, nproc)
 
 
 @pytest.mark.parametrize("environment", [TRAIN_JOB, PYTORCH_JOB, INDEXED, SKYPILOT, BATCH_SCRIPT])
@@ -106,6 +103,22 @@ def test_what_torchrun_started_there_is_torchruns(environment: dict[str, str]) -
     found = started_by(environment | inside)
     assert found == Launcher("torchrun", 8)
     assert machines_to_start(environment | inside, None) is None
+
+
+def test_an_elastic_pytorch_job() -> None:
+    """It has no ranks of machines, and names the place of the rendezvous."""
+    machines = machines_to_start(
+        {
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": "gpt-worker-0:23456",
+            "PET_RDZV_ID": "gpt",
+            "PET_NNODES": "1:3",
+            "PET_NPROC_PER_NODE": "2",
+        },
+        None,
+    )
+    assert machines == MachineStart("Kubeflow", "1:3", None, "gpt-worker-0:23456", 2)
+    assert machines.most == 3
 
 
 def test_a_pod_by_itself() -> None:
@@ -128,7 +141,8 @@ def test_a_pod_by_itself() -> None:
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "does not exist among PET_NNODES=2"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "set PET_MASTER_ADDR"),
         ({"PET_NNODES": "two"}, "PET_NNODES='two' is not a whole number"),
-        ({"PET_NNODES": "1:3"}, "start with torchrun"),
+        ({"PET_NNODES": "3:1"}, "the fewest and the most"),
+        ({"PET_NNODES": "1:3"}, "set PET_MASTER_ADDR"),
         (TRAIN_JOB | {"PET_NPROC_PER_NODE": "0"}, "at least one process"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.4"}, "has 1 addresses"),
         (SKYPILOT | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK=2"),
@@ -178,8 +192,8 @@ def test_srun_with_pmi2_is_slurm_and_mpich_in_slurm_is_mpich() -> None:
 
 def test_one_task_on_each_machine_may_start_the_others_of_its_machine() -> None:
     machines = machines_to_start(SRUN_ONE_EACH, 4)
-    assert machines is not None and machines.nodes.master.startswith("node0:")
-    assert (machines.nodes.nnodes, machines.nodes.node_rank, machines.nproc) == (2, 1, 4)
+    assert machines is not None and machines.master.startswith("node0:")
+    assert (machines.nnodes, machines.node_rank, machines.nproc) == ("2", 1, 4)
     assert machines_to_start(SRUN_ONE_EACH, None) is None, "without --nproc it is a rank itself"
     both_on_one = SRUN_ONE_EACH | {"SLURM_STEP_NUM_NODES": "1"}
     assert machines_to_start(both_on_one, 4) is None
@@ -205,13 +219,13 @@ def test_an_indexed_job_with_a_headless_service_needs_only_the_number(
     monkeypatch.setattr(socket, "getfqdn", lambda: "gpt-1.gpt.team.svc.cluster.local")
     machines = machines_to_start({"JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2"}, None)
     assert machines is not None
-    assert machines.nodes == Nodes(2, 1, "gpt-0.gpt.team.svc.cluster.local:29500")
+    assert machines.master == "gpt-0.gpt.team.svc.cluster.local:29500"
 
 
 def test_counting_gpus_is_torchruns_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}
     for gpus, nproc in [(8, 8), (0, 1)]:
-        monkeypatch.setattr(launchers, "num_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(scheduled, "num_gpus", lambda gpus=gpus: gpus)
         machines = machines_to_start(pod, None)
         assert machines is not None and machines.nproc == nproc
 
@@ -238,8 +252,9 @@ def test_any_environment_is_joined_or_refused_and_nothing_set_is_changed(
     assert environment | before == environment
     if launcher is None:
         assert environment == before
-        assert before.get("PET_NNODES", "1") == "1", "alone, and others were announced"
-        assert before.get("JOB_COMPLETION_INDEX") is None or before["PET_NNODES"] == "1"
+        alone = ("1", "1:1", "01")
+        assert before.get("PET_NNODES", "1") in alone, "alone, and others were announced"
+        assert before.get("JOB_COMPLETION_INDEX") is None or before["PET_NNODES"] in alone
         assert before.get("SKYPILOT_NUM_NODES", "1") == "1"
     else:
         assert 0 <= int(environment["RANK"]) < int(environment["WORLD_SIZE"])
@@ -255,6 +270,5 @@ def test_any_machine_has_a_place_among_the_others(
     except UserError:
         return
     if machines is not None:
-        nodes = machines.nodes
-        assert 0 <= nodes.node_rank < nodes.nnodes
+        assert machines.node_rank is None or 0 <= machines.node_rank < machines.most
         assert machines.nproc is None or machines.nproc > 0
