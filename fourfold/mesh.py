@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold import heartbeat
