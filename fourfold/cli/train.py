@@ -322,7 +322,7 @@ def _train_on_machines(
     """This machine's part of a run over several; the exit code."""
     from fourfold.launch.launchers import refuse_inside_launcher
 
-    refuse_inside_launcher(os.environ, "--nnodes")
+    refuse_inside_launcher(os.environ, "--nnodes", on_every_machine=True)
     config, _ = run.resolve(nproc * machines.most)
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     with _without_garbage():

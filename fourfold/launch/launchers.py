@@ -85,15 +85,21 @@ def machines_to_start(environment: Mapping[str, str], nproc: int | None) -> Mach
     return found if isinstance(found, MachineStart) else None
 
 
-def refuse_inside_launcher(environment: MutableMapping[str, str], option: str) -> None:
+def refuse_inside_launcher(
+    environment: MutableMapping[str, str], option: str, *, on_every_machine: bool = False
+) -> None:
     """`option` would start processes, which must not happen in each process of a launcher, nor on
-    one of several machines."""
+    one of several machines, unless it is given `on_every_machine`."""
     found = started_by(environment)
     if isinstance(found, Launcher) and found.world_size > 1:
+        if on_every_machine and found.is_one_per_machine:
+            return
         raise UserError(
             f"{option} would start processes inside each of the {found.world_size} that "
             f"{found.name} started; leave {option.split()[0]} out, or start a single process"
         )
+    if on_every_machine:
+        return
     if isinstance(found, MachineStart) and found.most > 1:
         _refuse_to_be_alone(found)
     _refuse_batch_script(environment)

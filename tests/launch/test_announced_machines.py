@@ -195,8 +195,11 @@ def test_one_task_on_each_machine_may_start_the_others_of_its_machine() -> None:
     assert machines is not None and machines.master.startswith("node0:")
     assert (machines.nnodes, machines.node_rank, machines.nproc) == ("2", 1, 4)
     assert machines_to_start(SRUN_ONE_EACH, None) is None, "without --nproc it is a rank itself"
+    refuse_inside_launcher(dict(SRUN_ONE_EACH), "--nnodes", on_every_machine=True)
     both_on_one = SRUN_ONE_EACH | {"SLURM_STEP_NUM_NODES": "1"}
     assert machines_to_start(both_on_one, 4) is None
+    with pytest.raises(UserError, match="inside each of the 2 that SLURM started"):
+        refuse_inside_launcher(both_on_one, "--nnodes", on_every_machine=True)
 
 
 @pytest.mark.parametrize(
