@@ -1,4 +1,4 @@
-"""Train inside Ray Train: `python train.py CONFIG.yaml NUM_WORKERS`, on a Ray cluster or alone.
+"""Train inside Ray Train, on a Ray cluster or on this machine.
 
 Ray places the workers and gives each its rank and its GPUs; Fourfold's engine trains in them, with
 the numbers it has under any other launcher. Its checkpoints are the run's own, in a directory that
@@ -11,7 +11,7 @@ first.
 from __future__ import annotations
 
 import os
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 
@@ -51,4 +51,8 @@ def main(file: str, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("config", help="the YAML file of the run")
+    parser.add_argument("workers", type=int, help="number of workers, one rank each")
+    options = parser.parse_args()
+    main(options.config, options.workers)
