@@ -30,6 +30,7 @@ VERBS = {
     "convert": "convert",
     "layout": "layout",
     "plan": "plan",
+    "rehearse": "rehearse",
     "doctor": "plan",
     "submit": "submit",
     "accept": "accept",
