@@ -124,11 +124,6 @@ def beat(step: int, phase: str) -> None:
     alive()
 
 
-def last_word() -> tuple[int, str]:
-    """Step and phase of the last beat of this process."""
-    return _last
-
-
 def alive() -> None:
     """Report that the phase of the last beat makes progress."""
     global _last_seconds

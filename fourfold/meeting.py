@@ -23,7 +23,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError
 
 from fourfold import heartbeat
 from fourfold.errors import RunError, UserError, say

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +59,7 @@ StoppedCode = Annotated[
         "--stopped-exit-code",
         min=0,
         max=125,
-        help="Exit code of a run that was asked to stop, and saved, before its last step.",
+        help="Exit code of a run that a signal stopped, saved, before its last step.",
     ),
 ]
 NumNodes = Annotated[
@@ -213,9 +213,12 @@ class TrainRun:
         config, expected = self.resolve(world_size if world_size > 1 else None)
         with _without_garbage():
             from fourfold.engine import build_engine
+            from fourfold.launch.unsupervised import speaking_for
 
-        engine = build_engine(config, world_size, expected, partial(_open_foreign, config))
-        stopped = engine.fit(save=save)
+        seconds = config.Distributed.timeout_seconds
+        with speaking_for(int(os.environ.get("RANK", "0")), world_size, seconds):
+            engine = build_engine(config, world_size, expected, partial(_open_foreign, config))
+            stopped = engine.fit(save=save)
         return FinishedRun(self.stopped_code if stopped else 0, config, world_size)
 
 
@@ -323,6 +326,8 @@ def _train_on_machines(
     from fourfold.launch.launchers import refuse_inside_launcher
 
     refuse_inside_launcher(os.environ, "--nnodes", on_every_machine=True)
+    # Before torch is loaded: a connection that is lost is ours to tell, not in C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config, _ = run.resolve(nproc * machines.most)
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     with _without_garbage():
@@ -337,6 +342,13 @@ def _train_on_machines(
     if lost_seconds is None:
         lost_seconds = min(ELASTIC_LOST_SECONDS, patience) if machines.elastic else patience
     hang_seconds = patience if hang_seconds is None else hang_seconds
+
+    if machines.elastic and config.Data.batch_size.rampup is None:
+        # A batch given for each rank is that of all machines, however many there are.
+        batch = config.Data.batch_size.global_batch_size
+        sizes = {"global_batch_size": batch, "local_batch_size": None}
+        pinned = {f"Data.batch_size.{key}": value for key, value in sizes.items()}
+        run = replace(run, values={**run.values, **pinned})
 
     def plan(world_size: int) -> Callable[[], object]:
         config, expected = run.resolve(world_size)

@@ -18,6 +18,8 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+import torch
+
 from fourfold import __version__
 from fourfold.config import Config
 from fourfold.errors import UserError
@@ -67,6 +69,32 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif key not in LOCAL_KEYS:
             flat[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, default=str)
     return flat
+
+
+def hardware_of(device: torch.device) -> str:
+    """What this rank computes with, as far as its numbers or its pace depend on it."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "a CPU"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "a CPU"
+
+
+def compare_hardware(mesh: Mesh, device: torch.device) -> list[str]:
+    """A notice where ranks compute with different hardware, which is allowed; a collective."""
+    if mesh.size == 1:
+        return []
+    told = mesh.gather(json.dumps([socket.gethostname(), hardware_of(device)]))
+    kinds: dict[str, list[str]] = {}
+    for host, hardware in map(json.loads, told):
+        kinds.setdefault(hardware, []).append(host)
+    if len(kinds) == 1:
+        return []
+    named = "; ".join(f"{kind} on {', '.join(sorted({*hosts}))}" for kind, hosts in kinds.items())
+    return [f"ranks compute with different hardware, and the slowest sets the pace: {named}"]
 
 
 def check_agreement(mesh: Mesh, facts: Mapping[str, str]) -> None:

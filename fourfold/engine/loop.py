@@ -76,7 +76,8 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------
 
     def fit(self, *, save: bool = True) -> bool:
-        """Train from the current step to `max_steps`, then test; returns whether a stop ended it.
+        """Train from the current step to `max_steps`, then test; returns whether a signal ended it
+        before.
 
         Without `save` it leaves no checkpoint and no picture: the run is only a measurement.
         """
@@ -94,9 +95,9 @@ class Engine:
             watch = self._open_instruments(closing)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
-                stopped = self._train(watch, stop, save)
+                reason = self._train(watch, stop, save)
                 watch.compare(self.step)
-                if not stopped:
+                if reason is None:
                     with watch.meter.timed("evaluate", self.step):
                         self._evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
@@ -104,6 +105,9 @@ class Engine:
                     self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
+        # Who sends a signal may start the run again; a STOP file is a person's, and final.
+        unfinished = self.step < self.config.Engine.max_steps
+        stopped = unfinished and reason is not None and reason.startswith("SIG")
         heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
         return stopped
 
@@ -137,8 +141,8 @@ class Engine:
             f"{engine.max_steps:,}; the learning rate follows {unit}"
         ]
 
-    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
-        """All steps up to the last, or to a stop; returns whether it was stopped."""
+    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> str | None:
+        """All steps up to the last, or to a stop; returns what stopped it, if anything."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
         if self.step >= engine.max_steps:
             sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
@@ -165,11 +169,12 @@ class Engine:
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
-        if stopping:
-            reason = self.mesh.broadcast_first(stop.reason())
-            kept = "; the run is saved" if save else ""
-            sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
-        return stopping
+        if not stopping:
+            return None
+        reason = self.mesh.broadcast_first(stop.reason())
+        kept = "; the run is saved" if save else ""
+        sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
+        return reason
 
     def _due_now(self, save: bool) -> tuple[bool, bool, bool, bool]:
         """Whether the step is the last, and whether it is followed by an evaluation, a save, a

@@ -20,10 +20,10 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fourfold.errors import USER_ERROR_EXIT, UserError
+from fourfold.errors import USER_ERROR_EXIT, RunError, UserError
 from fourfold.launch.diagnosis import (
     RankStack,
     explain,
@@ -34,7 +34,6 @@ from fourfold.launch.diagnosis import (
     take_stacks,
 )
 from fourfold.launch.peers import (
-    SUSPICIOUS_SECONDS,
     RankState,
     Report,
     RoundEnd,
@@ -63,7 +62,7 @@ class Limits:
 
 
 # What to run for so many ranks in all; a `UserError` where they cannot run.
-Plan = Callable[[int], Callable[[], None]]
+Plan = Callable[[int], Callable[[], object]]
 
 
 def run_agent(
@@ -82,12 +81,8 @@ def run_agent(
     """Run this machine's part until the run has ended; the exit code, as of `supervise`."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as aside, SupervisorSignals() as signals:
         agent = Agent(machines, nproc, plan, log_dir, Path(aside), limits, restarts, signals)
-        agent.stopped_code, agent.threads, agent.echo, agent.tell = (
-            stopped_code,
-            threads,
-            echo,
-            tell,
-        )
+        agent.stopped_code, agent.threads = stopped_code, threads
+        agent.echo, agent.tell = echo, tell
         return agent.run()
 
 
@@ -105,21 +100,24 @@ class Agent:
     ) -> None:
         self.machines, self.nproc, self.plan, self.log_dir = machines, nproc, plan, log_dir
         self.aside, self.limits, self.restarts, self.signals = aside, limits, restarts, signals
-        self.stopped_code, self.threads = 0, None
-        self.echo = self.tell = print
+        self.stopped_code = 0
+        self.threads: int | None = None
+        self.echo: Echo = print
+        self.tell: Echo = print
         self.host = socket.gethostname()
         self.meeting: Meeting | None = None
         self._was_stopped = False
 
     def run(self) -> int:
-        code = None
+        code: int | None = None
         try:
             while code is None:
                 code = self._round()
             return code
         finally:
             if self.meeting is not None:
-                self.meeting.close(self.limits.stop_seconds if code == 0 else LINGER_SECONDS)
+                ended = FAILED if code is None else code
+                self.meeting.close(ended, LINGER_SECONDS if ended else self.limits.stop_seconds)
 
     def _round(self) -> int | None:
         """One round; the exit code if it was the last."""
@@ -131,20 +129,22 @@ class Agent:
                 return self._stopped_while_waiting()
             code = self._take_part(self.meeting, joined)
         except MeetingLost as lost:
-            assert self.meeting is not None
             self.tell(f"fourfold: {lost}")
-            self.meeting.abandon()
+            if self.meeting is not None:
+                self.meeting.abandon()
             self.meeting, code = None, FAILED
         except MeetingClosed as closed:
             self.tell(f"fourfold: {closed}")
-            return FAILED
-        if code is None or code != FAILED:
+            return closed.code
+        except RunError:
+            if self.signals.received:
+                return self._stopped_while_waiting()
+            raise
+        if code != FAILED:
             return code
         if self.signals.received:
             return tell_of_stop(self.signals.received, self.tell)
         if not self.restarts.another(self.tell):
-            if self.meeting is not None:
-                self.meeting.refuse_others()
             return code
         self.signals.wait_out(self.restarts.pause_seconds)
         return None
@@ -157,15 +157,17 @@ class Agent:
 
     def _take_part(self, meeting: Meeting, joined: Round) -> int | None:
         """This machine's part of a round: the exit code, or None if there is another round."""
-        own = joined.own
         try:
-            work = self.plan(joined.world_size)
+            joined, work = self._plan(joined)
         except UserError as error:
             meeting.exchange.enter(joined.token, dict)
             end = meeting.exchange.post_end(RoundEnd([f"fourfold: {error}"], USER_ERROR_EXIT))
             for line in end.lines:
                 self.tell(line)
             return end.code
+        if joined.own not in joined.members:
+            return self._stand_by(meeting, joined)
+        own = joined.own
         self._announce(joined)
         variables = {
             MEETING: f"{self.machines.where}/{joined.token}",
@@ -190,6 +192,41 @@ class Agent:
             return FAILED
         self._was_stopped = watch.stopped
         return code
+
+    def _plan(self, joined: Round) -> tuple[Round, Callable[[], object]]:
+        """What to run, on as many of the machines as can share it; all decide alike."""
+        problem: UserError | None = None
+        for count in range(len(joined.members), self.machines.fewest - 1, -1):
+            some = replace(joined, members=joined.members[:count])
+            try:
+                work = self.plan(some.world_size)
+            except UserError as error:
+                problem = problem or error
+                continue
+            if problem is not None:
+                spare = [member.host for member in joined.members[count:]]
+                self.tell(f"fourfold: {', '.join(spare)} cannot be used now: {problem}")
+            return some, work
+        assert problem is not None
+        raise problem
+
+    def _stand_by(self, meeting: Meeting, joined: Round) -> int | None:
+        """No rank of the round is on this machine; wait for the next one."""
+        exchange, members = meeting.exchange, [member.index for member in joined.members]
+        exchange.enter(joined.token, dict)
+        while self.signals.received is None:
+            self.signals.wait(0.1)
+            if exchange.broken or exchange.quiet_seconds() > self.limits.lost_seconds:
+                raise MeetingLost(meeting.silence())
+            if exchange.end is not None:
+                for line in exchange.end.lines:
+                    self.tell(line)
+                exchange.leave()
+                return exchange.end.code
+            gone = exchange.silent(members, self.limits.lost_seconds)
+            if gone or exchange.have_left(members, joined.token):
+                return None
+        return self.stopped_code
 
     def _announce(self, joined: Round) -> None:
         own = joined.own
@@ -297,12 +334,12 @@ class RoundWatch(Watch):
         return RoundEnd(lines, USER_ERROR_EXIT if cause.is_user_error else FAILED)
 
     def _search(self, cause: Ending) -> RoundEnd:
-        deadline = time.monotonic() + SEARCH_SECONDS
+        deadline = time.monotonic() + max(SEARCH_SECONDS, 2 * self.exchange.suspicious_seconds)
         while time.monotonic() < deadline and not self.signals.urgent:
-            self._check_meeting(SUSPICIOUS_SECONDS)
+            self._check_meeting(self.exchange.suspicious_seconds)
             if self.exchange.end is not None:
                 return self.exchange.end
-            if silent := self.exchange.silent(self.others, SUSPICIOUS_SECONDS):
+            if silent := self.exchange.silent(self.others, self.exchange.suspicious_seconds):
                 return self._lost(silent)
             self._wait()
         stacks = self._all_stacks()
@@ -315,14 +352,18 @@ class RoundWatch(Watch):
 
     def _lost(self, silent: Sequence[int]) -> RoundEnd:
         lines = []
+        # Others may be about to follow: what took one has often taken more.
+        silent = sorted(
+            {*silent, *self.exchange.silent(self.others, self.exchange.suspicious_seconds)}
+        )
         for index in silent:
             seen = self.exchange.seen.get(index)
             states = seen.report.ranks if seen else {}
             heard = time.monotonic() - seen.heard if seen else 0.0
             where = max(states.values(), key=lambda s: s.step) if states else "its start"
-            who = f" ({ranks(sorted(states))})" if states else ""
+            who = ranks([*self.joined.ranks_of(index)])
             lines.append(
-                f"fourfold: {self.others[index]}{who} has not been heard of for {heard:.0f} s, "
+                f"fourfold: {self.others[index]} ({who}) has not been heard of for {heard:.0f} s, "
                 f"last at {where}: the machine, its network or its `fourfold train` is gone"
             )
         return RoundEnd(lines)
@@ -352,6 +393,7 @@ class RoundWatch(Watch):
             state.stack_of(rank, host)
             for index, host in reports.items()
             for rank, state in self._report_of(index).ranks.items()
+            if self._report_of(index).has_stacks
         ]
         return sorted(found, key=lambda stack: stack.rank)
 
@@ -365,7 +407,7 @@ class RoundWatch(Watch):
         now = time.monotonic()
         theirs = [
             seen.report.idle_seconds + now - seen.heard
-            for index, seen in self.exchange.seen.items()
+            for index, seen in [*self.exchange.seen.items()]
             if index in self.others
         ]
         return min([own, *theirs])

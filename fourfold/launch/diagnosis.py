@@ -27,7 +27,7 @@ SAME_MOMENT_SECONDS = 0.25
 SHOWN_LINES = 25
 LAST_CHARACTERS = 20_000
 
-_LOST_PEER = re.compile(
+LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|socket timeout"
     r"|remote process exited|wait timeout|socket closed",
     re.IGNORECASE,
@@ -47,7 +47,7 @@ def lost_a_peer(end: Ending) -> bool:
     """Whether its error is only that another rank did not answer."""
     # A pipeline puts an error of its own behind that of the connection, with every shape it holds.
     last_words = end.error_text()[-LAST_CHARACTERS:]
-    return end.status > 0 and _LOST_PEER.search(last_words) is not None
+    return end.status > 0 and LOST_PEER.search(last_words) is not None
 
 
 def _blame_order(end: Ending) -> int:
@@ -214,7 +214,7 @@ def suspects(stacks: list[RankStack]) -> list[RankStack]:
     return [min(stacks, key=lambda stack: (stack.last.step, stack.last.seconds))]
 
 
-def explain_hang(stacks: list[RankStack], log_dir: Path) -> list[str]:
+def explain_hang(stacks: list[RankStack], log_dir: Path | None) -> list[str]:
     """Lines for the console: which rank hangs, where each rank is, where the stacks are."""
     blamed = suspects(stacks)
     others = [stack for stack in stacks if stack not in blamed]
@@ -232,4 +232,4 @@ def explain_hang(stacks: list[RankStack], log_dir: Path) -> list[str]:
     lines = [f"fourfold: {said}", *(f"    {stack}" for stack in shown)]
     if len(shown) < len(stacks):
         lines.append(f"    and {len(stacks) - len(shown)} more")
-    return [*lines, STACKS_PLACE.format(directory=log_dir)]
+    return lines if log_dir is None else [*lines, STACKS_PLACE.format(directory=log_dir)]

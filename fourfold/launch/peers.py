@@ -1,6 +1,6 @@
 """What the processes of a run over machines know of each other: reports in torch's store.
 
-Every second each process that speaks for ranks writes a report: its host, and of each of its ranks
+Twice a second each process that speaks for ranks writes a report: its host, and of its ranks each
 the step, the phase, how long ago that changed, and on request the stack. On machines of our own
 launch the agents speak, each for all ranks of its machine; where another launcher started the
 ranks, each rank speaks for itself. A report carries a number that grows, so that nobody's clock
@@ -24,12 +24,15 @@ from fourfold.heartbeat import Beat, Board
 from fourfold.launch.diagnosis import Frame, RankStack
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
-PULSE_SECONDS = 1.0
-# Nothing heard for so long is suspicious, where something else is wrong too.
-SUSPICIOUS_SECONDS = 4.0
+PULSE_SECONDS = 0.5
+# Of a thousand machines each reads what a thousand say: they speak less often, at this rate in all.
+READS_PER_SECOND = 50.0
+# Nothing heard for so many pulses is suspicious, where something else is wrong too.
+SUSPICIOUS_PULSES = 6
 MOST_TEXT = 20_000
+MINUTE = 60.0
 ENDED = "ended"
 
 
@@ -143,7 +146,7 @@ class Seen:
 
 
 class Exchange:
-    """Writes this process's report every second, and reads those of the others.
+    """Writes this process's report at every pulse, and reads those of the others.
 
     All of it in a thread of its own, with a connection of its own: a network that is cut makes a
     question wait without end. Whoever looks finds in `answered` when the store last answered, and
@@ -158,6 +161,9 @@ class Exchange:
         self.end: RoundEnd | None = None
         self.marks: dict[str, str] = {}  # of the round: "stacks", "regroup", "leaving"
         self.nodes_waiting = 0
+        # A thousand ranks that all read what all others say would be a crowd: they listen when
+        # something is wrong.
+        self.listens = True
         # Held while it speaks, so that no process is forked in the middle of a sentence.
         self.speaking = threading.Lock()
         self._store = store
@@ -165,10 +171,20 @@ class Exchange:
         self._states: Callable[[], dict[int, RankState]] = dict
         self._waiting = waiting
         self._wake, self._done, self._closed = (threading.Event() for _ in range(3))
+        self._entered = 0.0
         self._outbox: list[Callable[[], object]] = []
         self._speak()
         self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
+
+    @property
+    def pulse_seconds(self) -> float:
+        heard = [seen for seen in [*self.seen.values()] if self.answered - seen.heard < MINUTE]
+        return max(PULSE_SECONDS, len(heard) / READS_PER_SECOND)
+
+    @property
+    def suspicious_seconds(self) -> float:
+        return SUSPICIOUS_PULSES * self.pulse_seconds
 
     # -- called by the supervisor -------------------------------------------------------------
 
@@ -177,19 +193,32 @@ class Exchange:
         self.end, self.marks, self.nodes_waiting = None, {}, 0
         self._states = states
         self._own = replace(self._own, round=token, status="", has_stacks=False)
-        now = time.monotonic()
+        self._entered = now = time.monotonic()
         for seen in self.seen.values():
             seen.heard = now
+        self._wake.set()
+
+    def wait_for_round(self) -> None:
+        """Between two rounds."""
+        self._states, self.end = dict, None
+        self._own = replace(self._own, round="", status="", has_stacks=False)
+
+    def say_last(self, key: str, value: str) -> None:
+        self._outbox.append(lambda: self._store.set(key, value))
 
     def show_stacks(self, states: dict[int, RankState]) -> None:
         self._states = lambda: states
         self._own = replace(self._own, has_stacks=True)
         self.refresh()
 
+    def has_stacks(self) -> None:
+        """From now on what is said of ranks contains their stacks."""
+        self._own = replace(self._own, has_stacks=True)
+
     def mark(self, name: str, value: str) -> None:
-        """Leave a note in this round for all to see; a second one is added to it."""
+        """Leave a note in this round for all to see."""
         key = self._key(name)
-        self._outbox.append(lambda: self._store.append(key, f"{value} "))
+        self._outbox.append(lambda: self._store.set(key, value))
         self.refresh()
 
     def post_end(self, end: RoundEnd) -> RoundEnd:
@@ -216,21 +245,43 @@ class Exchange:
         self._closed.set()
         self._wake.set()
 
+    def are_through(self) -> bool:
+        """Whether all others that are heard of have left this round, or wait for none."""
+        others = [index for index in [*self.seen] if index != self.index]
+        heard = set(others) - set(self.silent(others, self.suspicious_seconds))
+        reports = [self.seen[index].report for index in heard]
+        rounds = (self._own.round, "")
+        return all(report.status == ENDED and report.round in rounds for report in reports)
+
+    def have_left(self, members: Iterable[int], token: str) -> bool:
+        """Whether these have been in the round and are no longer."""
+        reports = [self.seen[index].report for index in members if index in self.seen]
+        left = [report.round != token or report.status == ENDED for report in reports]
+        # A report may be older than the round itself.
+        return time.monotonic() - self._entered > 3 * self.pulse_seconds and all(left)
+
     def quiet_seconds(self) -> float:
         """How long the store has not answered."""
         return time.monotonic() - self.answered
 
     def silent(self, others: Iterable[int], seconds: float) -> list[int]:
         """Those of `others` not heard of for so long, though the store answers."""
+        seconds = max(seconds, 2 * self.pulse_seconds)
         return [
             index
             for index in others
-            if index not in self.seen or self.answered - self.seen[index].heard > seconds
+            if index not in self.seen
+            or (
+                self.answered - self.seen[index].heard > seconds
+                and self.seen[index].report.status != ENDED
+            )
         ]
 
     def present(self) -> list[Report]:
         """Of every process that was heard of a moment ago."""
-        alive = [index for index in self.seen if not self.silent([index], SUSPICIOUS_SECONDS)]
+        alive = [
+            index for index in [*self.seen] if not self.silent([index], self.suspicious_seconds)
+        ]
         reports = [self.seen[index].report for index in sorted(alive)]
         return [report for report in reports if report.status != ENDED]
 
@@ -247,7 +298,7 @@ class Exchange:
                 self._done.set()
                 return
             self._done.set()
-            self._wake.wait(PULSE_SECONDS)
+            self._wake.wait(self.pulse_seconds)
 
     def _speak(self) -> None:
         store = self._store
@@ -256,16 +307,8 @@ class Exchange:
             self._outbox.pop(0)
         self._own = replace(self._own, number=self._own.number + 1, ranks=self._states())
         store.set(f"fourfold/report/{self.index}", self._own.encode())
-        everyone = range(1, store.add("fourfold/speakers", 0) + 1)
-        now = time.monotonic()
-        for index in everyone:
-            if index not in self.seen and store.check([f"fourfold/report/{index}"]):
-                self.seen[index] = Seen(Report(""), now)
-        keys = {index: f"fourfold/report/{index}" for index in sorted(self.seen)}
-        for index, data in zip(keys, store.multi_get([*keys.values()])):
-            report, seen = read_report(data), self.seen[index]
-            if report is not None and report.number != seen.report.number:
-                self.seen[index] = Seen(report, now)
+        if self.listens:
+            self._listen(store)
         if self._own.round:
             if self.end is None and store.check([self._key("end")]):
                 self.end = read_end(store.get(self._key("end")))
@@ -275,6 +318,20 @@ class Exchange:
             if self._waiting is not None:
                 self.nodes_waiting = self._waiting()
         self.answered = time.monotonic()
+
+    def _listen(self, store: Store) -> None:
+        everyone = range(1, store.add("fourfold/speakers", 0) + 1)
+        now = time.monotonic()
+        for index in everyone:
+            if index not in self.seen and store.check([f"fourfold/report/{index}"]):
+                self.seen[index] = Seen(Report(""), now)
+        # Who comes back comes back under another number.
+        living = [index for index, seen in self.seen.items() if now - seen.heard < 10 * MINUTE]
+        keys = {index: f"fourfold/report/{index}" for index in sorted(living)}
+        for index, data in zip(keys, store.multi_get([*keys.values()])):
+            report, seen = read_report(data), self.seen[index]
+            if report is not None and report.number != seen.report.number:
+                self.seen[index] = Seen(report, now)
 
     def _key(self, name: str) -> str:
         return f"fourfold/{self._own.round}/{name}"

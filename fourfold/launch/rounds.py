@@ -11,6 +11,7 @@ no answer ever comes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -19,7 +20,9 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from fourfold.launch.peers import ENDED, SUSPICIOUS_SECONDS, Exchange
+from torch._C._distributed_c10d import TCPStore
+
+from fourfold.launch.peers import Exchange
 from fourfold.launch.supervisor import Echo
 from fourfold.meeting import Patience, reach, serve
 from fourfold.signals import SupervisorSignals
@@ -30,6 +33,7 @@ KEEP_ALIVE_SECONDS = 5
 LAST_CALL_SECONDS = 3.0
 JOIN_SECONDS = 600.0
 STORE_SECONDS = 10.0
+OUTCOME = "fourfold/outcome"
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,11 @@ class MeetingLost(Exception):
 
 
 class MeetingClosed(Exception):
-    """The others have ended the run."""
+    """The others have ended the run; with which exit code, if they say so."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,13 @@ class Round:
 
     @property
     def first_rank(self) -> int:
-        return sum(m.nproc for m in self.members[: self.members.index(self.own)])
+        return self.ranks_of(self.own.index).start
+
+    def ranks_of(self, index: int) -> range:
+        """Those of the machine that this process speaks for."""
+        place = [member.index for member in self.members].index(index)
+        first = sum(member.nproc for member in self.members[:place])
+        return range(first, first + self.members[place].nproc)
 
 
 class Meeting:
@@ -118,25 +132,17 @@ class Meeting:
             RendezvousTimeout,
         )
 
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         # Machines that were there before do not publish a shared store again, for which one that
         # comes later would wait in vain (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines, self.host, self.tell = machines, host, tell
         self.server = serve(machines.host, machines.port) if machines.is_host() else None
-        name = f"{machines.host} at {machines.where}" if self.server is None else machines.where
-        self.store = reach(
-            machines.host,
-            machines.port,
-            JOIN_SECONDS,
-            name,
-            Patience(tell),
-            lambda: signals.received is not None,
-        )
-        self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        backend = C10dRendezvousBackend(self.store.clone(), "fourfold")
+        self.store = self._connect(signals)
+        backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
         self.handler = DynamicRendezvousHandler.from_backend(
             "fourfold",
-            self.store.clone(),
+            self._connect(signals),
             backend,
             machines.fewest,
             machines.most,
@@ -149,24 +155,40 @@ class Meeting:
             keep_alive_interval=1,
             keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
         )
-        self.exchange = Exchange(self.store.clone(), host, self.handler.num_nodes_waiting)
+        self.exchange = Exchange(self._connect(signals), host, self.handler.num_nodes_waiting)
+        self.abandoned = False
+
+    def _connect(self, signals: SupervisorSignals) -> TCPStore:
+        """A connection for each that asks: one waits while another one's question is open."""
+        machines = self.machines
+        store = reach(
+            machines.host,
+            machines.port,
+            JOIN_SECONDS,
+            f"{machines.host} at {machines.where}",
+            Patience(self.tell),
+            lambda: signals.received is not None,
+        )
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        return store
 
     def join(self, nproc: int, signals: SupervisorSignals, lost_seconds: float) -> Round | None:
         """Wait for a round to take part in; None if a signal came first."""
+        self.exchange.wait_for_round()
         patience, found = Patience(self.tell), Joining(self, nproc)
         while found.is_alive():
             signals.wait(0.1)
             if signals.received is not None:
                 return None
             if self.exchange.broken or self.exchange.quiet_seconds() > lost_seconds:
-                raise MeetingLost(self._silence())
+                raise MeetingLost(self.silence())
             patience.waiting(self._missing())
         if isinstance(found.error, BaseException):
             self._explain(found.error)
         assert found.round is not None
         return found.round
 
-    def _silence(self) -> str:
+    def silence(self) -> str:
         return (
             f"{self.machines.where}, where the machines meet, does not answer: "
             f"{self.machines.host}, its `fourfold train` or the network to it is gone"
@@ -194,33 +216,42 @@ class Meeting:
 
         if isinstance(error, RendezvousClosedError):
             raise MeetingClosed(
-                f"the other machines have ended the run that meets at {self.machines.where}"
+                f"the other machines have ended the run that met at {self.machines.where}",
+                self._outcome(),
             ) from error
         if isinstance(error, RendezvousTimeoutError):
             raise MeetingClosed(
                 f"gave up after {JOIN_SECONDS:g} s: still waiting for {self._missing()}"
             ) from error
         if isinstance(error, RuntimeError):  # torch's, of a connection
-            raise MeetingLost(self._silence()) from error
+            raise MeetingLost(self.silence()) from error
         raise error
 
-    def refuse_others(self) -> None:
-        """No further rounds: no restart is left."""
-        threading.Thread(target=self.handler.shutdown, daemon=True).start()
+    def _outcome(self) -> int:
+        try:
+            return int(self.store.get(OUTCOME)) if self.store.check([OUTCOME]) else 1
+        except (RuntimeError, ValueError):
+            return 1
 
     def abandon(self) -> None:
         """Leave without a word: nobody would hear it."""
+        self.abandoned = True
         self.exchange.close()
+        # A network that comes back must not find a machine that nobody speaks for any more. In a
+        # thread, because it waits for the answer to a question.
+        threading.Thread(target=self.handler._stop_heartbeats, daemon=True).start()
 
-    def close(self, seconds: float) -> None:
-        """Leave. Whose store it is stays until the others have left too, or are gone."""
+    def close(self, code: int, seconds: float) -> None:
+        """Leave, the run having ended with this code. Whose store it is stays until the others
+        have left too, or are gone."""
+        self.exchange.say_last(OUTCOME, str(code))
         self.exchange.leave()
+        closing = threading.Thread(target=self.handler.shutdown, daemon=True)
+        closing.start()
+        closing.join(STORE_SECONDS / 2)
         deadline = time.monotonic() + seconds
         while self.server is not None and time.monotonic() < deadline:
-            others = [i for i in self.exchange.seen if i != self.exchange.index]
-            busy = set(others) - set(self.exchange.silent(others, SUSPICIOUS_SECONDS))
-            reports = [self.exchange.seen[index].report for index in busy]
-            if all(report.status == ENDED or not report.round for report in reports):
+            if self.exchange.are_through():
                 break
             time.sleep(0.1)
         self.exchange.close()
@@ -245,6 +276,9 @@ class Joining(threading.Thread):
     def _join(self) -> Round:
         meeting = self.meeting
         found = meeting.handler.next_rendezvous()
+        if meeting.abandoned:
+            meeting.abandon()
+            raise RuntimeError("joined too late")
         order = meeting.machines.node_rank
         if order is None:
             order = 0 if meeting.server is not None else 1 + found.rank

@@ -39,7 +39,7 @@ Echo = Callable[[str], None]
 
 
 def supervise(
-    work: Callable[[], None],
+    work: Callable[[], object],
     nproc: int,
     log_dir: Path,
     *,

@@ -44,7 +44,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        work: Callable[[], None],
+        work: Callable[[], object],
         nproc: int,
         attempt: int,
         log_dir: Path,
@@ -131,7 +131,7 @@ class WorkerGroup:
             return False
         return True
 
-    def _fork(self, work: Callable[[], None], spec: RankSpec) -> int:
+    def _fork(self, work: Callable[[], object], spec: RankSpec) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         # A stop that arrives before the rank has handlers of its own must wait, not get lost.
@@ -221,7 +221,7 @@ class RankSpec:
         }
 
 
-def run_rank(work: Callable[[], None], spec: RankSpec) -> NoReturn:
+def run_rank(work: Callable[[], object], spec: RankSpec) -> NoReturn:
     """Run `work` as one rank and end this process: 0, 2 after a `UserError`, 1 after others.
 
     By `os._exit`: the frames below it on the stack belong to the supervisor and must not be unwound
@@ -273,7 +273,7 @@ def _lines_to(descriptor: int) -> TextIO:
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
-def _exit_code(work: Callable[[], None], spec: RankSpec) -> int:
+def _exit_code(work: Callable[[], object], spec: RankSpec) -> int:
     try:
         work()
     except BaseException as error:

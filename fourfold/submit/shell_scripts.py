@@ -4,11 +4,11 @@ What SLURM does when a job ends early, and what our script makes of it:
 
     the time limit comes near     SLURM sends SIGTERM to the ranks (`--signal`), which save and end
     a job of a higher partition   so it does, with GraceTime to end in; exit code 0 would mean that
-    takes the machines            the job is complete, so the script queues both again
+    takes the machines            the job is complete, so ours is another, and queued again
     a rank fails                  the script queues it again, unless nothing new was saved several
                                   times in a row, or the input is wrong (exit code 2)
     a machine is lost             SLURM queues it again by itself (`--requeue`)
-    scancel                       the ranks save and end; the script leaves it at that
+    scancel, a STOP file          the ranks save and end; the script leaves it at that
 
 A task's exit code must not make srun kill the others (`--kill-on-bad-exit`): they may be saving.
 """
@@ -19,9 +19,11 @@ import shlex
 from pathlib import Path
 
 from fourfold import __version__
+from fourfold.signals import STOP_FILE
 from fourfold.submit.job import Job, clock
 
 MASTER_PORT = 29500
+STOPPED_CODE = 75  # sysexits.h: a temporary failure, to be tried again
 # Options of sbatch that the script itself needs as they are.
 OURS = {
     *("--array", "--chdir", "--error", "--job-name", "--no-requeue", "--nodes", "--ntasks"),
@@ -36,9 +38,11 @@ SBATCH = """\
 # drain, a lost machine. Not tested on GPUs.
 {remarks}\
 #
-#   sbatch {file}        start; after any end but the last step it is queued again
-#   scancel JOB          save and stop for good (within the cluster's KillWait)
-#   scancel --signal=TERM JOB    save and go back to the queue
+#   sbatch {file}
+#   scancel JOB                    saves within the cluster's KillWait, and ends it for good
+#   touch {stop_file}
+#                                  the same, however long a save takes
+#   scancel --signal=TERM JOB      saves, and goes back to the queue
 #
 {directives}
 
@@ -52,15 +56,16 @@ saved() {{ cat "$run/latest" 2>/dev/null || echo nothing; }}
 from=$(saved)
 
 # The ranks are told by SLURM; this script ends when they have.
-trap : TERM USR1 USR2
+trap : TERM USR1 USR2 HUP
 
 echo "$(date -u +%FT%TZ) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST," \\
     "restart ${{SLURM_RESTART_COUNT:-0}}, saved: $from"
 srun --kill-on-bad-exit=0 --wait={wait} --mpi=none \\
-    {command}
+    {command} \
+    --stopped-exit-code {stopped_code}
 code=$?
 
-if [ $code = 0 ] && [ "$(saved)" = step_{max_steps} ]; then
+if [ $code = 0 ]; then
     rm -f "$tries"
     exit 0
 fi
@@ -193,7 +198,8 @@ def _shared(job: Job, suffix: str) -> dict[str, object]:
         "remarks": "".join(f"# {line}\n" for line in job.remarks),
         "file": f"{job.name}{suffix}",
         "run": shlex.quote(str(job.output_dir)),
+        "stop_file": shlex.quote(str(job.output_dir / STOP_FILE)),
         "command": program + job.shell_words(),
-        "max_steps": job.max_steps,
+        "stopped_code": STOPPED_CODE,
         "max_restarts": job.max_restarts,
     }

@@ -39,7 +39,7 @@ class Run:
         values = deepcopy(TINY)
         values["Engine"] |= {"max_steps": STEPS, "eval_freq": 0}
         values["Engine"]["save_load"] = {"save_steps": 20, "output_dir": "run"}
-        values["Data"]["batch_size"] = {"global_batch_size": 8, "micro_batch_size": 1}
+        values["Data"]["batch_size"] = {"global_batch_size": 48, "micro_batch_size": 1}
         values["Distributed"] = {"timeout_seconds": 30}
         (self.directory / "run.yaml").write_text(yaml.safe_dump(values))
         keep = ["-o", "Engine.save_load.save_steps=20"]
@@ -214,7 +214,8 @@ def test_a_rank_that_is_killed(slurm: Slurm, undisturbed: dict[str, bytes]) -> N
 
 def kill_ranks(slurm: Slurm, machine: int) -> None:
     """kill -9 of every rank there."""
-    slurm.machines.check(machine, ["pkill", "-9", "-f", "fourfold train"])
+    pids = slurm.machines.check(machine, ["pgrep", "-f", "fourfold train"]).split()
+    slurm.machines.check(machine, ["kill", "-9", *pids])
 
 
 def test_a_mistake_is_not_repeated(slurm: Slurm) -> None:
