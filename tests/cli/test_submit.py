@@ -110,7 +110,7 @@ def test_the_layout_can_be_planned(tmp_path: Path) -> None:
 
 
 def test_devices_nobody_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """GPUs of which nothing is known: the file's own layout and saves, the scheduler's own limit."""
+    """GPUs of which nothing is known: the layout and saves of the file, the limit of SLURM."""
     submit("--to", "slurm", *SIZE, "-o", "Global.device=gpu")
     script = (tmp_path / "first.sbatch").read_text()
     assert "save_steps" not in script and "time" not in directives(script)
