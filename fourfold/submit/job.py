@@ -56,6 +56,7 @@ class JobRequest:
     image: str | None = None
     sbatch: Sequence[str] = ()
     max_restarts: int = 3
+    volume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Job:
     partition: str | None = None
     image: str | None = None
     sbatch: tuple[str, ...] = ()
+    volume: str | None = None  # what all machines share, by its name at the scheduler
+    device: str | None = None  # the planner's name of the GPU, where it is known
     remarks: tuple[str, ...] = field(default=())  # how it was planned, a line each
 
     @property
@@ -187,7 +190,11 @@ def _bad_words(request: JobRequest) -> Iterator[str]:
             f"--name {request.name!r} is not a name of at most 63 letters, digits, dots, dashes "
             "and underscores that begins and ends with a letter or digit"
         )
-    for option, word in (("--partition", request.partition), ("--image", request.image)):
+    for option, word in (
+        ("--partition", request.partition),
+        ("--image", request.image),
+        ("--volume", request.volume),
+    ):
         if word is not None and (not _WORD.fullmatch(word) or word.startswith("-")):
             yield f"{option} {word!r} is not one word without quotes"
     for word in request.sbatch:
@@ -295,6 +302,7 @@ def _planned(
         partition=request.partition,
         image=request.image,
         sbatch=tuple(request.sbatch),
+        volume=request.volume,
     )
     return job if made is None else _timed(job, source, config, made)
 
@@ -331,6 +339,7 @@ def _timed(job: Job, source: ConfigSource, config: Config, made: _Planned) -> Jo
         arguments=tuple(words),
         limit_seconds=limit,
         notice_seconds=made.notice,
+        device=made.cluster.device.name,
         remarks=tuple(remarks),
     )
 

@@ -134,7 +134,7 @@ def test_all_problems_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert part in said, said
     assert not list(tmp_path.glob("*.sbatch")) and not (tmp_path / "runs").exists()
     submit("--to", "slrum", code=2)
-    assert "did you mean 'slurm'" in capsys.readouterr().err
+    assert "did you mean slurm?" in capsys.readouterr().err
     submit("--to", "slurm", code=2)
     assert "--nodes and --nproc missing" in capsys.readouterr().err
     submit("--to", "slurm", *SIZE, "--sbatch=--output=x", "--sbatch=a b", code=2)
