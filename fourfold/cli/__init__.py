@@ -23,6 +23,8 @@ from fourfold.errors import RunError, UserError, report
 VERBS = {
     "train": "train",
     "bench": "bench",
+    "watch": "watch",
+    "report": "watch",
     "target": "target",
     "generate": "generate",
     "evaluate": "evaluate",

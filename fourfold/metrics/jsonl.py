@@ -4,7 +4,8 @@ JSON has no NaN or infinity, so they are written as the strings "NaN", "Infinity
 `read_jsonl` returns them as floats. Each line is written at once, so a crash can tear only the last
 one, which readers skip. A run resumed at step k continues after the records of step k: what the
 interrupted run wrote beyond is dropped, and the file as it was stays beside it as
-`metrics.jsonl.bak`.
+`metrics.jsonl.bak`; an event `lost_steps` in the place of dropped steps says until when there were
+any.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from fourfold.atomic_files import replace_text
 from fourfold.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
+LOST_STEPS = "lost_steps"  # the event that says which steps were dropped
 RUN = "run"  # the kind of the record that says what a run knows of itself
 # Records kept while the disk is full; the oldest go first.
 MAX_UNWRITTEN = 10_000
@@ -114,15 +117,21 @@ def _parse(path: Path) -> _Parsed:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(_decode(record))
+        record = parse_line(line)
+        if record is not None:
+            records.append(record)
         else:
             damaged.append(number)
     return _Parsed(records, damaged, torn_line)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of one line; None if it holds none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return _decode(record) if isinstance(record, dict) else None
 
 
 def _cut_history(path: Path, last_step: int) -> int:
@@ -133,8 +142,40 @@ def _cut_history(path: Path, last_step: int) -> int:
     if dropped:
         shutil.copyfile(path, path.with_name(path.name + ".bak"))
     if dropped or parsed.torn_line:
-        replace_text(path, "".join(_line(record) for record in kept))
+        lost = _lost_steps([r for r in parsed.records if _step(r) > last_step], last_step)
+        replace_text(path, "".join(_line(record) for record in [*kept, *lost]))
     return dropped
+
+
+def _lost_steps(dropped: list[dict[str, Any]], last_step: int) -> list[dict[str, Any]]:
+    """What is noted in the place of dropped records, if there were steps among them."""
+    steps = [record for record in dropped if record.get("kind") == "train"]
+    if not steps:
+        return []
+    first, phases = steps[0], steps[0].get("seconds")
+    # The save that the run goes on from is timed by the first record after it, and not lost.
+    each = phases.get("save", 0.0) if isinstance(phases, dict) else 0.0
+    noted = {
+        "kind": "event",
+        "step": last_step,
+        "time": timestamp(),
+        "event": LOST_STEPS,
+        "last_step": _step(steps[-1]),
+        "until": _seconds_since_epoch(dropped[-1]),
+        "save_seconds": each * (_step(first) - last_step) if isinstance(each, float) else 0.0,
+    }
+    return [noted]
+
+
+def timestamp() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def _seconds_since_epoch(record: Mapping[str, Any]) -> float | None:
+    try:
+        return datetime.fromisoformat(str(record.get("time"))).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _step(record: Mapping[str, Any]) -> int:

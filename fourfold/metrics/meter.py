@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
 
@@ -25,6 +24,7 @@ from torch.profiler import record_function
 
 from fourfold import heartbeat
 from fourfold.config.batch_schedule import BatchSchedule
+from fourfold.metrics.jsonl import timestamp
 
 BETWEEN_STEPS = ("evaluate", "save")
 PROFILER_PREFIX = "fourfold/"
@@ -168,10 +168,6 @@ class Meter:
         if self.peak_flops is None or self.flops_per_token is None:
             return None
         return self.flops_per_token * ips_total / (self.peak_flops * self.world_size)
-
-
-def timestamp() -> str:
-    return datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 
 # -- stragglers: how evenly the ranks work ------------------------------------------------------

@@ -9,20 +9,16 @@ Whatever can be refused is refused before any weight is read.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import ipaddress
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 from fourfold.config import Config
 from fourfold.errors import UserError
 from fourfold.generate.module import GenerationModule
+from fourfold.pages import load_page, policy_of
 from fourfold.serve.http import (
     SecurityMiddleware,
     access_log,
@@ -123,9 +120,15 @@ def make_service(
 
 
 def make_server(service: Service) -> uvicorn.Server:
-    limits = service.context.limits
+    server = bounded_server(create_app(service), service.context.limits)
+    # Without its model a server is of no use, and one that ends can be started again.
+    service.worker.on_failure = lambda: setattr(server, "should_exit", True)
+    return server
+
+
+def bounded_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     settings = uvicorn.Config(
-        create_app(service),
+        app,
         http=bounded_protocol(limits),
         ws="none",
         log_level=logging.WARNING,
@@ -135,10 +138,7 @@ def make_server(service: Service) -> uvicorn.Server:
         timeout_graceful_shutdown=int(limits.shutdown_seconds),
         h11_max_incomplete_event_size=limits.head_bytes,
     )
-    server = uvicorn.Server(settings)
-    # Without its model a server is of no use, and one that ends can be started again.
-    service.worker.on_failure = lambda: setattr(server, "should_exit", True)
-    return server
+    return uvicorn.Server(settings)
 
 
 def log_requests() -> None:
@@ -161,8 +161,9 @@ def check_servable(config: Config) -> None:
 # -- address and token --------------------------------------------------------------------------
 
 
-def bind(host: str, port: int, token: str | None) -> socket.socket:
-    """A socket at the address, which must be this machine's own unless there is a token."""
+def bind(host: str, port: int, token: str | None, use: str = "use the model") -> socket.socket:
+    """A socket at the address, which must be this machine's own unless there is a token. `use` is
+    what anyone could do otherwise."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as error:
@@ -171,7 +172,7 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
     if token is None and not all(address.is_loopback for address in addresses):
         raise UserError(
             f"--host {host} can be reached from other machines, and without a token anyone there "
-            f"could use the model; give one with --token-file or {TOKEN_VARIABLE}, or keep to "
+            f"could {use}; give one with --token-file or {TOKEN_VARIABLE}, or keep to "
             "127.0.0.1"
         )
     family, kind, protocol, _, address = found[0]
@@ -281,7 +282,8 @@ def create_app(service: Service) -> Starlette:
         text = service.metrics.render(worker.running, worker.waiting, worker.slots)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    page, policy = load_page()
+    page = load_page("fourfold.serve", "playground.html")
+    policy = f"{policy_of(page, connects=True)}; frame-ancestors 'none'"
 
     async def playground(_: Request) -> Response:
         return Response(page, media_type="text/html", headers={"content-security-policy": policy})
@@ -437,30 +439,3 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
-
-
-# -- the playground -----------------------------------------------------------------------------
-
-
-def load_page() -> tuple[bytes, str]:
-    """The page and its Content-Security-Policy. The hashes are those of what is in the file."""
-    text = files("fourfold.serve").joinpath("playground.html").read_text(encoding="utf-8")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_hash(text, 'script')}",
-            f"style-src {_hash(text, 'style')}",
-            "img-src data:",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    )
-    return text.encode(), policy
-
-
-def _hash(text: str, tag: str) -> str:
-    [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-    return f"'sha256-{digest}'"

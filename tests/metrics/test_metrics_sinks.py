@@ -89,7 +89,9 @@ def test_a_resumed_run_has_one_history(tmp_path: Path, make_step: Callable[..., 
         for step in range(5, 10):
             sinks.train(make_step(step))
     assert steps_of(tmp_path) == list(range(1, 10))
-    assert steps_of(tmp_path, "event") == [1, 2, 3, 4]
+    *after, lost = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if r["kind"] == "event"]
+    assert [record["step"] for record in after] == [1, 2, 3, 4]
+    assert (lost["event"], lost["step"], lost["last_step"]) == ("lost_steps", 4, 7)
     assert (tmp_path / "metrics.jsonl.bak").read_bytes() == before
     (notice,) = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if r["kind"] == "notice"]
     assert "dropped 6 records" in notice["text"] and notice["step"] == 4
