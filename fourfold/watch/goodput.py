@@ -169,7 +169,7 @@ class _Walk:
         if start.kind == RUN:
             lost = max((time for time in dropped if begun < time < start.time), default=0.0)
         gap = self.until(start.time)
-        saved = min(start.number("save_seconds"), gap)
+        saved = min(max(start.number("save_seconds"), 0.0), gap)
         work = min(max(lost - begun - saved, 0.0), gap - saved)
         self.ledger.add("saving", saved)
         self.ledger.add("lost work", work)

@@ -57,7 +57,7 @@ class MadeUpRun:
             "tokens": 1024 * self.step,
             "reader_seconds": 0.1 * seconds,
             "batch_seconds": seconds,
-            "ips_total": 1024 / seconds * (1 + noise / 2),
+            "ips_total": 1024 / max(seconds, 1e-9) * (1 + noise / 2),
             "mfu": 0.41 * (1 + noise / 2),
             "rss_bytes": 361_000_000 + 10_000 * self.step,
             "device_bytes": None,
