@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TextIO, runtime_checkable
 
 from fourfold.errors import UserError, heard_or_not
-from fourfold.metrics.jsonl import FILE_NAME, RUN, JsonLines, RunFacts
+from fourfold.metrics.jsonl import FILE_NAME, RUN, JsonLines, RunFacts, timestamp
 from fourfold.metrics.lines import FleetXLines, LineStyle, perplexity
-from fourfold.metrics.meter import Step, timestamp
+from fourfold.metrics.meter import Step
 from fourfold.terminal import ProgressBar, duration, is_terminal
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fourfold.pages import load_page, policy_of
 from fourfold.watch.reading import PAGE, Json, RunReader, document_of
@@ -74,9 +74,10 @@ def create_app(following: Following, token: str | None) -> Starlette:
         metrics=Metrics(),
         known_paths=[route.path for route in routes],
     )
-    return Starlette(
-        routes=routes, middleware=[guard], exception_handlers={HTTPException: refuse_http}
-    )
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        HTTPException: refuse_http
+    }
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
 def serve_page(

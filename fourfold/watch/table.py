@@ -25,6 +25,9 @@ HEADINGS = (
     *("run", "state", "step", "loss", "eval", "tokens/s"),
     *("mfu", "memory", "wall clock", "goodput", "loss by step"),
 )
+LEFT = ("run", "state", "loss by step")
+# What a narrow terminal does without, first to last.
+SPARED = ("memory", "mfu", "wall clock", "loss by step", "goodput", "eval")
 
 
 def show_table(
@@ -58,7 +61,8 @@ def _redraw(
         while True:
             document = _read(readers, price)
             # Words, not rich's markup, which a run's texts could have.
-            text = Text("\n".join(screen_lines(document)), no_wrap=True, overflow="ellipsis")
+            lines = screen_lines(document, console.width)
+            text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
             screen.update(text, refresh=True)
             if once or _all_ended(document):
                 return
@@ -98,11 +102,16 @@ def _all_ended(document: Json) -> bool:
 # -- lines --------------------------------------------------------------------------------------
 
 
-def screen_lines(document: Json) -> list[str]:
+def screen_lines(document: Json, width: int) -> list[str]:
     """The whole screen: the table, then a few lines for what needs words."""
     pairs = [*zip(document["runs"], document["states"])]
-    rows = [[*_cells(run, state).values(), sparkline(run)] for run, state in pairs]
-    lines = table_lines([HEADINGS, *rows], "<<>>>>>>>><")
+    rows = [_cells(run, state) | {HEADINGS[-1]: sparkline(run)} for run, state in pairs]
+    columns = [name for name in HEADINGS if any(row[name] != "-" for row in rows)]
+    lines = _table(columns, rows)
+    for name in SPARED:
+        if max(map(len, lines)) > width and name in columns:
+            columns.remove(name)
+            lines = _table(columns, rows)
     for run, state in pairs:
         told = [state["why"]] if state["why"] else []
         told += [f"spike at step {spike['step']:,}" for spike in run["spikes"][-2:]]
@@ -110,6 +119,11 @@ def screen_lines(document: Json) -> list[str]:
         told += [] if run["cost"] is None else [f"cost {run['cost']['total']:,.2f}"]
         lines += [f"{escape(run['name'])}: {escape(text)}" for text in told]
     return lines
+
+
+def _table(columns: Sequence[str], rows: Sequence[dict[str, str]]) -> list[str]:
+    align = "".join("<" if name in LEFT else ">" for name in columns)
+    return table_lines([columns, *([row[name] for name in columns] for row in rows)], align)
 
 
 def plain_line(run: Json, state: Json) -> str:
