@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fourfold.errors import UserError
 from fourfold.pages import load_page, policy_of
 from fourfold.watch.reading import PAGE, Json, RunReader, document_of
 
@@ -23,18 +24,29 @@ MOST_KNOWN_CHARACTERS = 4096
 
 
 class Following:
-    """What the server answers with. Several browsers may ask at once; one reads at a time."""
+    """What the server answers with. Several browsers may ask at once: one reads at a time, and what
+    it made of a run serves the others until the run has something new."""
 
     def __init__(self, readers: Sequence[RunReader], price: float | None) -> None:
         self._readers = readers
         self._price = price
         self._lock = threading.Lock()
+        self._runs: list[Json | None] = [None] * len(readers)
 
     def news(self, known: Sequence[int]) -> Json:
         with self._lock:
             for reader in self._readers:
                 reader.read()
-            return document_of(self._readers, self._price, known)
+            made = [-1 if run is None else run["version"] for run in self._runs]
+            document = document_of(self._readers, self._price, made)
+            self._runs = [new or old for new, old in zip(document["runs"], self._runs)]
+            # A page that watched other runs at this address before has more versions, or fewer.
+            versions = [*known, *(-1 for _ in self._runs)]
+            runs = [
+                None if run is None or run["version"] == version else run
+                for run, version in zip(self._runs, versions)
+            ]
+            return {**document, "runs": runs}
 
 
 def parse_known(text: str) -> list[int]:
@@ -54,7 +66,8 @@ def create_app(following: Following, token: str | None) -> Starlette:
     from fourfold.serve import Limits
     from fourfold.serve.http import SecurityMiddleware
     from fourfold.serve.metrics import Metrics
-    from fourfold.serve.server import refuse_http
+    from fourfold.serve.protocol import ApiError
+    from fourfold.serve.server import refuse, refuse_http
 
     text = load_page(*PAGE)
     policy = f"{policy_of(text, connects=True)}; frame-ancestors 'none'"
@@ -64,7 +77,11 @@ def create_app(following: Following, token: str | None) -> Starlette:
 
     async def news(request: Request) -> Response:
         known = parse_known(request.query_params.get("known", ""))
-        return JSONResponse(await asyncio.to_thread(following.news, known))
+        try:
+            return JSONResponse(await asyncio.to_thread(following.news, known))
+        except UserError as error:
+            # A disk that is away for a moment; the page says so and asks again.
+            raise ApiError(503, str(error)) from error
 
     routes = [Route("/", page), Route("/news", news)]
     guard = Middleware(
@@ -75,7 +92,8 @@ def create_app(following: Following, token: str | None) -> Starlette:
         known_paths=[route.path for route in routes],
     )
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        HTTPException: refuse_http
+        ApiError: refuse,
+        HTTPException: refuse_http,
     }
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 

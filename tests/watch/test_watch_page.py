@@ -167,6 +167,12 @@ def test_the_server_tells_what_is_new(tmp_path: Path) -> None:
         assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
         assert httpx.get(f"{url}/../metrics.jsonl").status_code == 404
         assert httpx.post(f"{url}/news").status_code == 405
+        (made.directory / "metrics.jsonl").unlink()
+        (made.directory / "metrics.jsonl").mkdir()
+        away = httpx.get(f"{url}/news")
+        assert away.status_code == 503 and "cannot be read" in away.text
+        (made.directory / "metrics.jsonl").rmdir()
+        made.write()
     with serving(made.directory, token=TOKEN) as url:
         assert httpx.get(url).status_code == 200
         assert httpx.get(f"{url}/news").status_code == 401
@@ -265,7 +271,8 @@ def test_two_runs_compared_with_the_keyboard(tmp_path: Path, page: Any) -> None:
     # The other charts follow.
     assert page.locator("figure").nth(2).locator(".read span").first.text_content() == "step 13"
     assert page.locator("figure").nth(3).locator(".read b").count() == 2
-    page.keyboard.press("End")
+    page.keyboard.press("End")  # of the longer run, where the other has no value
+    assert page.locator("figure").nth(3).locator(".read b").count() == 1
     picture(page, "compared")
     page.keyboard.press("Escape")
     assert loss.locator(".read b").count() == 0
