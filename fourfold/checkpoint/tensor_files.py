@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fourfold import storage
 from fourfold.checkpoint.bounded import DTYPES, FileRecord, new_hasher
 from fourfold.checkpoint.index import Cut, Part, StoredPiece, group_of
 from fourfold.checkpoint.manifest import Manifest
@@ -185,6 +187,8 @@ def file_problems(
         path, expected = directory / file, manifest.files[file]
         hasher = new_hasher(manifest.hash)
         try:
+            with suppress(storage.NotThereError):
+                storage.fetch(path)
             if not path.is_file():
                 return f"{path} is missing"
             with path.open("rb", buffering=0) as stream:
@@ -206,7 +210,7 @@ def file_problems(
 def open_shard(path: Path) -> Any:
     """`safe_open`, which checks the whole header, with its three kinds of error made one."""
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(storage.fetch(path), framework="pt")
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 

@@ -192,6 +192,14 @@ def refresh(directory: Path, is_copied: Callable[[str], bool]) -> dict[str, Obje
     """Learn what is below an address now, and copy what `is_copied` names and has changed."""
     address = address_of(directory)
     assert address is not None, directory
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone(directory / "refresh"):
+        return _refresh(directory, address, is_copied)
+
+
+def _refresh(
+    directory: Path, address: str, is_copied: Callable[[str], bool]
+) -> dict[str, Object]:
     found = children(address)
     files = {name: known for name, known in found.items() if not known.is_directory}
     for name in set(noted(directory)) - set(files):
@@ -200,8 +208,8 @@ def refresh(directory: Path, is_copied: Callable[[str], bool]) -> dict[str, Obje
                 gone.unlink()
     for name, known in files.items():
         path = directory / name
-        changed = _note(path) != known
-        if changed:
+        before = _note(path)
+        if before is None or (before.size, before.mark) != (known.size, known.mark):
             with suppress(OSError):
                 path.unlink()
             note(path, known)
@@ -227,7 +235,8 @@ def fetch(path: Path) -> Path:
             if arrived != known.size:
                 raise StorageError(f"{address}: {arrived} of {known.size} bytes arrived")
             os.utime(aside, ns=(known.changed_ns, known.changed_ns))
-            note(path, known)
+            if _note(path) is None:
+                note(path, known)
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
@@ -251,10 +260,7 @@ def drop(directory: Path) -> None:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """One process at a time for a name, where the file system has locks."""
-    place = path.parent / NOTES
-    place.mkdir(parents=True, exist_ok=True)
-    # One lock for all names that end in the same letter but one: few files, little waiting.
-    lock = path.parent / f".fetching-{sum(path.name.encode()) % 8}"
+    lock = path.parent / f".{path.name}.lock"
     with lock.open("a") as stream:
         with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
