@@ -12,7 +12,7 @@ from fourfold.cli import VERBS
 
 # Each part imports only from parts to its left.
 ORDER = (
-    "errors atomic_files charts terminal heartbeat comm_timer signals processors shards config "
+    "errors atomic_files storage charts terminal heartbeat comm_timer signals processors shards config "
     "tokenizer data native model device mesh parallel cost optim metrics checkpoint engine"
 )
 CORE = ORDER.split()
@@ -77,6 +77,7 @@ def test_imports_keep_to_the_tiers(file: Path) -> None:
     [
         "errors",
         "atomic_files",
+        "storage",
         "charts",
         "terminal",
         "heartbeat",

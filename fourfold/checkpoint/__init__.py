@@ -16,7 +16,7 @@ layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale,
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
 """
 
-from fourfold.checkpoint.directory import candidates, named
+from fourfold.checkpoint.directory import Retention, candidates, named
 from fourfold.checkpoint.disk import check_shared, free_bytes
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.reading import (
@@ -36,6 +36,7 @@ __all__ = [
     "MismatchError",
     "PendingSave",
     "RankGroup",
+    "Retention",
     "Shard",
     "Tensors",
     "Verified",

@@ -190,18 +190,23 @@ def file_problems(
             with suppress(storage.NotThereError):
                 storage.fetch(path)
             if not path.is_file():
-                return f"{path} is missing"
+                return f"{storage.name_of(path)} is missing"
             with path.open("rb", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size != expected.bytes:
-                    return f"{path} has {size} bytes and should have {expected.bytes}"
+                    return (
+                        f"{storage.name_of(path)} has {size} bytes and should have {expected.bytes}"
+                    )
                 if not hashes:
                     return None
                 read_hashed(stream.fileno(), hasher, targets(file), progress)
         except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
+            return f"{storage.name_of(path)} cannot be read: {error.strerror}"
         if hasher.hexdigest() != expected.digest:
-            return f"{path} is corrupted: its {manifest.hash} digest is not the manifest's"
+            return (
+                f"{storage.name_of(path)} is corrupted: its {manifest.hash} digest is not the "
+                "manifest's"
+            )
         return None
 
     return [found for found in in_threads(problem, files, beat) if found]

@@ -139,6 +139,11 @@ class PendingSave:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether this rank's work is done and nothing went wrong; of rank 0, it is committed."""
+        return self.done and self._error is None
+
     def wait(self, beat: Beat = silent) -> Path:
         """The checkpoint's path once this rank's work is done; raises what went wrong.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold import storage
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import UserError
 from fourfold.processors import threads_of_rank
@@ -184,7 +185,7 @@ def _fit_in_processes(
 
         preload(layout_of(config))
     foreign = partial(_open_foreign, config)
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     # Held over restarts, and by all ranks, since it is inherited.
     held = claim(output_dir)
     if hang_seconds is None:
@@ -252,7 +253,7 @@ def _train_on_nodes(
     from fourfold.launch.launchers import Nodes, become, torchrun_command
 
     resolved, _ = run.resolve(nproc * nodes[0])
-    log_dir = Path(resolved.Engine.save_load.output_dir) / "logs"
+    log_dir = storage.local_path(resolved.Engine.save_load.output_dir) / "logs"
     command = torchrun_command(Nodes(*nodes), nproc, max_restarts, log_dir, run.words())
     become(command)
 

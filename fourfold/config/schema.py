@@ -123,7 +123,7 @@ class SaveLoadSection(Section):
         "Beside the newest, keep the checkpoints whose step is a multiple of this for good; 0 "
         "keeps none for its step.",
     )
-    keep_every_hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = key(
+    keep_every_hours: Annotated[float, Number, Ge(0), Le(LARGEST)] = key(
         0.0,
         "Beside the newest, keep for good the first checkpoint and each that was saved at least "
         "this many hours after the last one kept so; 0 keeps none for its time.",
@@ -313,7 +313,7 @@ class DatasetSection(Section):
         "Directory of the sample index caches. Null keeps them beside the data, or in the user's "
         "cache directory where that cannot be written.",
     )
-    block_cache_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = key(
+    block_cache_gb: Annotated[float, Number, Gt(0), Le(LARGEST)] = key(
         20.0,
         "Space in the user's cache directory, in GB, for blocks of token files that are read from "
         "an address (s3://bucket/data); those used least recently make room.",

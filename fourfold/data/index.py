@@ -30,7 +30,7 @@ import numpy as np
 
 from fourfold import heartbeat
 from fourfold.data import cache
-from fourfold.data.datasets import TokenDataset, passing_blocks
+from fourfold.data.datasets import TokenDataset
 from fourfold.errors import DataError
 
 ORDERS = ("megatron", "fleetx", "elastic")

@@ -111,9 +111,7 @@ def _located(where: str | Path) -> Path:
             storage.refresh(path, _is_copied)
         else:
             prefix = prefix_of(path).name
-            storage.refresh(
-                path.parent, lambda name: name.startswith(prefix) and _is_copied(name)
-            )
+            storage.refresh(path.parent, lambda name: name.startswith(prefix) and _is_copied(name))
     return path
 
 
@@ -140,7 +138,9 @@ def _open_one(path: Path) -> list[TokenDataset]:
         raise DataError(f"{storage.name_of(path)}: no such directory or dataset; {EXPECTED}")
     prefix = prefix_of(path)
     if len(forms) > 1:
-        raise DataError(f"{storage.name_of(prefix)}: exists in more than one format; name one of its files")
+        raise DataError(
+            f"{storage.name_of(prefix)}: exists in more than one format; name one of its files"
+        )
     return [READERS[forms.pop()](prefix)]
 
 

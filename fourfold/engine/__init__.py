@@ -11,9 +11,7 @@ given what it works with:
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.config import Config
 from fourfold.device import select_device, set_numerics
 from fourfold.engine.lock import Claim, claim
@@ -61,6 +59,6 @@ def build_engine(
 def _claim(config: Config, mesh: Mesh) -> Claim | None:
     if mesh.rank > 0:
         return None
-    claimed = claim(Path(config.Engine.save_load.output_dir))
+    claimed = claim(storage.local_path(config.Engine.save_load.output_dir))
     claimed.keep()
     return claimed

@@ -6,6 +6,8 @@ last of them has ended, however it ended: a dead run keeps nobody out.
 
 On a file system without such locks the file is a lease. Its holder renews it every few seconds; it
 expires after `LEASE_SECONDS` without renewal, or at once if its process has ended on this machine.
+At an address the lease is an object, which comes to be by a conditional put where the store has one;
+a holder that finds another's name in it has lost it, and must not save any more.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import IO
 from weakref import WeakValueDictionary
 
+from fourfold import storage
 from fourfold.errors import UserError
 
 LOCK_FILE = ".lock"
@@ -58,11 +61,18 @@ class Claim:
         if not self.is_held:
             return
         self._released.set()
-        if self._process == os.getpid() and _read(self.path).get("token") == self._token:
+        if self._process == os.getpid():
             with suppress(OSError):
-                self.path.unlink()
+                self._remove_own()
         if self._file is not None:
             self._file.close()
+
+    def check(self) -> None:
+        """Raise if another run has it by now."""
+
+    def _remove_own(self) -> None:
+        if _read(self.path).get("token") == self._token:
+            self.path.unlink()
 
     def keep(self) -> None:
         """Renew a lease from now on. Not before processes are forked: it takes a thread."""
@@ -73,7 +83,44 @@ class Claim:
     def _renew(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
             with suppress(OSError):
-                os.utime(self.path)
+                self._touch()
+
+    def _touch(self) -> None:
+        os.utime(self.path)
+
+
+class StoreClaim(Claim):
+    """A lease that is an object at an address."""
+
+    def __init__(self, path: Path, address: str, token: str, owner: str) -> None:
+        super().__init__(path, None, token)
+        self._address = address
+        self._owner = owner
+        self._lost = False
+
+    def check(self) -> None:
+        self._lost = self._lost or self._is_anothers()
+        if self._lost:
+            raise UserError(
+                f"{storage.name_of(self.path.parent)} was taken over by another run "
+                f"({_said_owner(_read_object(self._address))}) while this one did not reach it for "
+                f"{LEASE_SECONDS:g} s; this one must not save there any more, and ends"
+            )
+
+    def _is_anothers(self) -> bool:
+        try:
+            return _read_object(self._address).get("token") not in (None, self._token)
+        except storage.StorageError:
+            return False  # then nobody else can have it; a save will say more
+
+    def _remove_own(self) -> None:
+        if _read_object(self._address).get("token") == self._token:
+            storage.remove(self._address)
+
+    def _touch(self) -> None:
+        self._lost = self._lost or self._is_anothers()
+        if not self._lost:
+            storage.write(self._address, self._owner.encode())
 
 
 # What this process holds, or inherited from the one that forked it.
@@ -87,7 +134,15 @@ def claim(output_dir: Path) -> Claim:
         path = output_dir.resolve() / LOCK_FILE
         held = _held.get(path)
         if held is None or not held.is_held:
-            held = _held[path] = _lock(path) or _lease(path)
+            address = storage.address_of(path)
+            if address is None:
+                held = _held[path] = _lock(path) or _lease(path)
+            else:
+                held = _held[path] = _lease_object(path, address)
+    except storage.StorageError as error:
+        raise UserError(
+            f"{storage.name_of(output_dir)}: a run cannot write there. {error}"
+        ) from error
     except OSError as error:
         raise UserError(
             f"{output_dir}: a run cannot write there ({error.strerror or error}); choose another "
@@ -150,13 +205,47 @@ def _lease(path: Path) -> Claim:
     return Claim(path, None, token)
 
 
+def _lease_object(path: Path, address: str) -> Claim:
+    deadline = time.monotonic() + WAIT_SECONDS
+    token, owner = _introduction()
+    while not storage.create(address, owner.encode()):
+        if _is_void_object(address, token):
+            storage.write(address, owner.encode())
+            # Of two that found it void, the last to write has it.
+            time.sleep(2 * SETTLE_SECONDS)
+            break
+        if time.monotonic() > deadline:
+            break
+        time.sleep(SETTLE_SECONDS)
+    if _read_object(address).get("token") != token:
+        raise _refusal(path)
+    return StoreClaim(path, address, token, owner)
+
+
+def _is_void_object(address: str, token: str) -> bool:
+    owner = _read_object(address)
+    if owner.get("token") == token:
+        return True  # ours, by a put whose answer was lost
+    place, _, name = address.rpartition("/")
+    probe = f"{name}.{token}"
+    storage.write(f"{place}/{probe}", b"")
+    seen = storage.children(place)
+    storage.remove(f"{place}/{probe}")
+    if name not in seen or probe not in seen:
+        return False  # it changes; look again
+    return _has_ended(owner, (seen[probe].changed_ns - seen[name].changed_ns) / 1e9)
+
+
 def _is_void(path: Path, now: float) -> bool:
     """`now` is the file system's time, whose clock may not be ours."""
     try:
         renewed = path.stat().st_mtime
     except FileNotFoundError:
         return True
-    owner = _read(path)
+    return _has_ended(_read(path), now - renewed)
+
+
+def _has_ended(owner: dict[str, object], silent_seconds: float) -> bool:
     pid = owner.get("pid")
     if owner.get("host") == socket.gethostname() and isinstance(pid, int):
         try:
@@ -165,7 +254,7 @@ def _is_void(path: Path, now: float) -> bool:
             return True
         except PermissionError:
             pass
-    return not owner or now - renewed > LEASE_SECONDS
+    return not owner or silent_seconds > LEASE_SECONDS
 
 
 def _introduction() -> tuple[str, str]:
@@ -183,18 +272,36 @@ def _introduction() -> tuple[str, str]:
 def _read(path: Path) -> dict[str, object]:
     """What the holder says about itself; empty if it cannot be read."""
     try:
-        owner = json.loads(path.read_bytes()[:4096])
-    except (OSError, ValueError, RecursionError):
+        return _parsed(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _read_object(address: str) -> dict[str, object]:
+    try:
+        return _parsed(storage.read(address))
+    except storage.NotThereError:
+        return {}
+
+
+def _parsed(content: bytes) -> dict[str, object]:
+    try:
+        owner = json.loads(content[:4096])
+    except (ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
 
 
+def _said_owner(owner: dict[str, object]) -> str:
+    if not owner:
+        return "another process"
+    return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('started')}"
+
+
 def _refusal(path: Path) -> UserError:
-    owner = _read(path)
-    who = "another process"
-    if owner:
-        who = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('started')}"
+    address = storage.address_of(path)
+    who = _said_owner(_read(path) if address is None else _read_object(address))
     return UserError(
-        f"{path.parent} is in use by another run ({who}), and two would overwrite each other's "
+        f"{storage.name_of(path.parent)} is in use by another run ({who}), and two would overwrite each other's "
         "checkpoints; wait for it, stop it, or choose another Engine.save_load.output_dir"
     )

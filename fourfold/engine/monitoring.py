@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from fourfold import storage
 from fourfold.comm_timer import comm_times
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
@@ -68,7 +68,7 @@ class Monitoring:
         self.style = line_style(config, mesh.size)
         self.sinks = Sinks()
         if mesh.rank == 0:
-            output_dir = Path(config.Engine.save_load.output_dir)
+            output_dir = storage.local_path(config.Engine.save_load.output_dir)
             self.sinks = open_sinks(
                 output_dir,
                 tensorboard=config.Engine.tensorboard,

@@ -21,7 +21,7 @@ from fourfold.storage.addresses import (
     local_path,
     name_of,
 )
-from fourfold.storage.blocks import BlockedFile, open_blocks
+from fourfold.storage.blocks import BlockedFile, limit_blocks, open_blocks
 from fourfold.storage.objects import (
     Object,
     children,
@@ -52,6 +52,7 @@ __all__ = [
     "fetch",
     "forget",
     "is_address",
+    "limit_blocks",
     "local_path",
     "name_of",
     "noted",

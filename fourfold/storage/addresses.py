@@ -133,9 +133,7 @@ def file_system(address: str) -> tuple[Any, str]:
         ) from error
     except ValueError as error:
         known = ", ".join(sorted(name for name in fsspec.available_protocols() if len(name) < 6))
-        raise UserError(
-            f"{address}: {error}; the protocols known here are {known}"
-        ) from error
+        raise UserError(f"{address}: {error}; the protocols known here are {known}") from error
     except Exception as error:
         raise explained_failure(address, error) from error
     return system, str(path)

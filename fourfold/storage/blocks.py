@@ -185,6 +185,11 @@ def block_cache() -> BlockCache:
     return _caches.setdefault(directory, BlockCache(directory))
 
 
+def limit_blocks(limit_bytes: int) -> None:
+    """How much disk the blocks of all files may take on this machine."""
+    block_cache().limit_bytes = limit_bytes
+
+
 def open_blocks(path: Path) -> BlockedFile:
     """The file whose local face `path` is, as it was when its directory was last refreshed."""
     address, known = address_of(path), objects.status(path)
