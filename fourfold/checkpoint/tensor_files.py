@@ -23,9 +23,8 @@ from fourfold import storage
 from fourfold.checkpoint.bounded import DTYPES, FileRecord, new_hasher
 from fourfold.checkpoint.index import Cut, Part, StoredPiece, group_of
 from fourfold.checkpoint.manifest import Manifest
-from fourfold.checkpoint.rendezvous import silent
+from fourfold.checkpoint.rendezvous import Beat, silent
 from fourfold.checkpoint.streams import (
-    Beat,
     Incoming,
     Outgoing,
     in_threads,

@@ -27,8 +27,8 @@ from fourfold.checkpoint.directory import (
 from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
 from fourfold.checkpoint.index import Part, joined
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
-from fourfold.checkpoint.rendezvous import ALONE, RankGroup, SaveRendezvous, silent
-from fourfold.checkpoint.streams import BEAT_SECONDS, Beat, Outgoing
+from fourfold.checkpoint.rendezvous import ALONE, Beat, RankGroup, SaveRendezvous, silent
+from fourfold.checkpoint.streams import BEAT_SECONDS, Outgoing
 from fourfold.checkpoint.tensor_files import check_writable, sources_of, write_shards
 from fourfold.errors import CheckpointError
 from fourfold.shards import Shard, Tensors, as_shards

@@ -293,7 +293,8 @@ def _indentation_hint(text: str, line: int) -> str:
 def read_tree(path: str | Path) -> Tree:
     """The entries of a file, here or at an address, on top of those of its `_base_`."""
     file = storage.local_path(path)
-    return _read_inherited(file, storage.name_of(file) if file != path else str(path), ())
+    name = str(path) if storage.address_of(file) is None else storage.name_of(file)
+    return _read_inherited(file, name, ())
 
 
 def _read_inherited(path: Path, name: str, followed: tuple[Path, ...]) -> Tree:

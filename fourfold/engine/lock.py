@@ -6,7 +6,7 @@ last of them has ended, however it ended: a dead run keeps nobody out.
 
 On a file system without such locks the file is a lease. Its holder renews it every few seconds; it
 expires after `LEASE_SECONDS` without renewal, or at once if its process has ended on this machine.
-At an address the lease is an object, which comes to be by a conditional put where the store has one;
+At an address the lease is an object, made by a conditional put where the store has one;
 a holder that finds another's name in it has lost it, and must not save any more.
 """
 

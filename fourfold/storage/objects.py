@@ -130,12 +130,11 @@ def upload(source: Path, address: str, beat: Beat | None = None) -> None:
     def work(system: Any, path: str) -> None:
         from fsspec.callbacks import Callback
 
-        class Beating(Callback):
-            def call(self, *_: object, **__: object) -> None:
-                if beat is not None:
-                    beat()
+        def told(*_: object, **__: object) -> None:
+            if beat is not None:
+                beat()
 
-        system.put_file(str(source), path, callback=Beating())
+        system.put_file(str(source), path, callback=Callback(hooks={"beat": told}))
         arrived = int(system.info(path)["size"])
         if arrived != size:
             raise OSError(f"{arrived} of {size} bytes arrived")
