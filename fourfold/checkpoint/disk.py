@@ -143,6 +143,7 @@ def _not_seen(token: Path, ranks: RankGroup) -> str | None:
         pass
     return (
         f"rank {ranks.rank} on {os.uname().nodename} does not see what rank 0 has written to the "
-        f"output directory {storage.name_of(token.parent)}, so no checkpoint could be put together; set "
+        f"output directory {storage.name_of(token.parent)}, so no checkpoint could "
+        "be put together; set "
         "Engine.save_load.output_dir to a directory on a file system that all machines share"
     )

@@ -166,7 +166,8 @@ def resume(
         tried = "".join(f"\n  {storage.name_of(path)}: {why}" for path, why in reasons.items())
         raise CheckpointError(f"no usable checkpoint at {_said(where)}; tried{tried}")
     raise CheckpointError(
-        f"no checkpoint at {_said(where)}: give a step_N directory, or an output directory that has one"
+        f"no checkpoint at {_said(where)}: give a step_N directory, "
+        "or an output directory that has one"
     )
 
 

@@ -311,5 +311,6 @@ class _Save:
 
     def _failure(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"cannot save checkpoint {storage.name_of(self.target)}: {reason}. Earlier checkpoints are untouched"
+            f"cannot save checkpoint {storage.name_of(self.target)}: {reason}. Earlier "
+            "checkpoints are untouched"
         )

@@ -62,7 +62,8 @@ def verify(place: CheckpointPath) -> None:
         else:
             manifest = read_manifest(directory)
             print(
-                f"{name_of(directory)}: good: {len(manifest.files)} files, {len(manifest.tensors)} tensors, "
+                f"{name_of(directory)}: good: {len(manifest.files)} files, "
+                f"{len(manifest.tensors)} tensors, "
                 f"{_readable(manifest.size())}"
             )
         bad = bad or bool(problems)

@@ -166,7 +166,8 @@ def _open_directory(directory: Path) -> list[TokenDataset]:
     for prefix, forms in found.items():
         if len(forms) > 1:
             raise DataError(
-                f"{storage.name_of(prefix)}: exists in more than one format, its documents would count twice; "
+                f"{storage.name_of(prefix)}: exists in more than one format, its documents "
+                "would count twice; "
                 "move one away or name a file instead of the directory"
             )
     return [READERS[form](prefix) for prefix, (form,) in sorted(found.items())]

@@ -302,6 +302,7 @@ def _refusal(path: Path) -> UserError:
     address = storage.address_of(path)
     who = _said_owner(_read(path) if address is None else _read_object(address))
     return UserError(
-        f"{storage.name_of(path.parent)} is in use by another run ({who}), and two would overwrite each other's "
+        f"{storage.name_of(path.parent)} is in use by another run ({who}), and "
+        "two would overwrite each other's "
         "checkpoints; wait for it, stop it, or choose another Engine.save_load.output_dir"
     )

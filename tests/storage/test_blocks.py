@@ -1,4 +1,4 @@
-"""The block cache: any reads are the file's bytes, whoever reads, whatever happened to the cache."""
+"""The block cache: any reads are the file's bytes, whatever happened to what was kept."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.bucket import S3Server, forked
 from helpers.checkpoint_ranks import on_all, rank_groups, rows_of
-from helpers.checkpoint_samples import blank, sample, same_bits, state_of
+from helpers.checkpoint_samples import blank, same_bits, sample, state_of
 
 from fourfold import checkpoint, storage
 from fourfold.checkpoint import Retention

@@ -117,7 +117,7 @@ def test_one_run_at_a_time(address: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_bucket_that_cannot_be_written_is_said_before_the_first_step(
     address: str, tiny: Path
 ) -> None:
-    with pytest.raises(UserError, match="a run cannot write there.*no such bucket"):
+    with pytest.raises(UserError, match=r"a run cannot write there.*no such bucket"):
         build_engine(config_of(tiny, "s3://no-such-bucket-here/run")).fit()
 
 
