@@ -40,7 +40,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def variables(machines: Machines) -> dict[str, str]:
-    given = S3Server().variables() | {
+    return S3Server().variables() | {
         "AWS_ENDPOINT_URL": f"http://{machines.addresses[0]}:{PORT}",
         # A machine's own: nothing of the run is on a disk that both see.
         "XDG_CACHE_HOME": "/tmp/cache",
@@ -48,7 +48,6 @@ def variables(machines: Machines) -> dict[str, str]:
             filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
         ),
     }
-    return given
 
 
 def start(machines: Machines, config: Path, node: int) -> Command:
@@ -93,27 +92,32 @@ def kill_during_uploads(machines: Machines, kills: int, seed: int) -> None:
     config.write_text(yaml.safe_dump(TINY))
     chance, before = random.Random(seed), 0
     for _ in range(kills):
-        jobs = [start(machines, config, node) for node in (0, 1)]
-        goal = f"global step {before + chance.randint(2, 4)},"
-        wait_until(
-            lambda: (
-                any(goal in job.output() for job in jobs)
-                or any(job.returncode is not None for job in jobs)
-                or goal in logs(machines)
-            ),
-            180,
-            lambda: f"{goal}: {jobs[0].output()[-3000:]}",
-        )
-        time.sleep(chance.uniform(0, 1))
-        for job in chance.sample(jobs, 2):
-            if job.returncode is None:
-                job.send_signal(signal.SIGKILL)
-        for job in jobs:
-            job.wait(60)
-        after = newest(machines)
-        assert after >= before, "a committed checkpoint was lost"
-        before = after
+        before = killed_once(machines, config, chance, before)
     assert before > 0
+
+
+def killed_once(machines: Machines, config: Path, chance: random.Random, before: int) -> int:
+    """Start both, kill them some steps later, and look at what is in the bucket."""
+    jobs = [start(machines, config, node) for node in (0, 1)]
+    goal = f"global step {before + chance.randint(2, 4)},"
+    wait_until(
+        lambda: (
+            any(goal in job.output() for job in jobs)
+            or any(job.returncode is not None for job in jobs)
+            or goal in logs(machines)
+        ),
+        180,
+        lambda: f"{goal}: {jobs[0].output()[-3000:]}",
+    )
+    time.sleep(chance.uniform(0, 1))
+    for job in chance.sample(jobs, 2):
+        if job.returncode is None:
+            job.send_signal(signal.SIGKILL)
+    for job in jobs:
+        job.wait(60)
+    after = newest(machines)
+    assert after >= before, "a committed checkpoint was lost"
+    return after
 
 
 def logs(machines: Machines) -> str:
