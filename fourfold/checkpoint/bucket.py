@@ -58,8 +58,6 @@ class BucketRendezvous(SaveRendezvous):
         self.target = f"{address}/step_{step}"
         start = ranks.session or secrets.token_hex(8)
         self.label = f"{hashlib.sha256(start.encode()).hexdigest()[:8]}-"
-        self._told = 0.0
-        self._told_lock = threading.Lock()
 
     def open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -77,25 +75,32 @@ class BucketRendezvous(SaveRendezvous):
     def deliver(self, part: Part) -> None:
         """Upload what this rank has written, several files at a time; nothing of it stays here."""
 
+        moved, done = threading.Event(), threading.Event()
+
         def send(file: str, progress: Beat) -> None:
             def beat() -> None:
+                moved.set()
                 progress()
-                self._say_alive()
 
             storage.upload(self.directory / file, f"{self.target}/{file}", beat)
             (self.directory / file).unlink()
 
-        in_threads(send, part.files, self.ranks.beat)
+        if self.ranks.size > 1:
+            told = threading.Thread(target=self._say_alive, args=(moved, done), daemon=True)
+            told.start()
+        try:
+            in_threads(send, part.files, self.ranks.beat)
+        finally:
+            done.set()
 
-    def _say_alive(self) -> None:
-        if self.ranks.size == 1:
-            return
-        with self._told_lock:
-            now = time.monotonic()
-            due = now > self._told + ALIVE_SECONDS
-            self._told = now if due else self._told
-        if due:
-            storage.write(f"{self.meeting}/rank{self.ranks.rank:05d}.alive", f"{now}".encode())
+    def _say_alive(self, moved: threading.Event, done: threading.Event) -> None:
+        """In a thread of its own: the beat of an upload comes from where nothing may be sent."""
+        note = f"{self.meeting}/rank{self.ranks.rank:05d}.alive"
+        while not done.wait(ALIVE_SECONDS):
+            if moved.is_set():
+                moved.clear()
+                with suppress(storage.StorageError):
+                    storage.write(note, f"{time.monotonic()}".encode())
 
     def report_bytes(self, name: str, data: bytes) -> None:
         storage.write(f"{self.meeting}/{name}", data)

@@ -179,6 +179,8 @@ def test_a_server_that_vanishes_costs_no_checkpoint(
     for name, value in server.variables().items():
         monkeypatch.setenv(name, value)
     address = "s3://shelf/vanishing"
+    # The library remembers the server of the other tests.
+    addresses.file_system(address)[0].clear_instance_cache()
     try:
         server.start()
         pending = checkpoint.begin_save(address, 1, sample(1), state_of(1))
