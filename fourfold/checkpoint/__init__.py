@@ -17,7 +17,7 @@ Every size and hash is checked before a byte is used; damage is a `CheckpointErr
 """
 
 from fourfold.checkpoint.directory import Retention, candidates, named
-from fourfold.checkpoint.disk import check_shared, free_bytes
+from fourfold.checkpoint.disk import check_shared, free_bytes, room_problem, staging_problem
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.reading import (
     Verified,
@@ -49,7 +49,9 @@ __all__ = [
     "named",
     "read_state",
     "resume",
+    "room_problem",
     "save",
+    "staging_problem",
     "tensor_names",
     "verify",
 ]

@@ -90,6 +90,40 @@ def readable_gb(count: int) -> str:
     return f"{count / 1e9:.3f} GB ({count} bytes)"
 
 
+def room_problem(
+    output_dir: Path, one: int, free: int, more: int, keep_last: int
+) -> tuple[str | None, list[str]]:
+    """Why a run that is going to have `more` checkpoints of `one` bytes each cannot save at all,
+    and notices if it can."""
+    has = f"{output_dir} has {free / 1e9:.3f} GB free"
+    if free < one:
+        problem = (
+            f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
+            "Engine.save_load.output_dir to a larger disk"
+        )
+        return problem, []
+    if free >= (needed := more * one):
+        return None, []
+    notice = (
+        f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
+        f"{more} checkpoints of {one / 1e9:.3f} GB "
+        f"(Engine.save_load.keep_last={keep_last}); saves will fail unless there is "
+        "more room or fewer are kept"
+    )
+    return None, [notice]
+
+
+def staging_problem(staging: Path, one: int, free: int) -> str | None:
+    """The same of a run at an address, which stages one at a time."""
+    if free >= one:
+        return None
+    return (
+        f"a checkpoint of this run takes {one / 1e9:.3f} GB, which are staged before they are "
+        f"uploaded, and {staging} has {free / 1e9:.3f} GB free; make room or set XDG_CACHE_HOME to "
+        "a directory on a larger disk"
+    )
+
+
 # --- one file system for all ranks ------------------------------------------------------------
 
 

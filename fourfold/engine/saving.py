@@ -258,40 +258,19 @@ def check_room(run: Engine) -> list[str]:
 
 
 def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
-    """Why the run cannot save at all, and notices if it can."""
-    section, step = run.config.Engine.save_load, run.step
-    every = section.save_steps if section.save_steps > 0 else run.config.Engine.max_steps
-    to_come = -(-run.config.Engine.max_steps // every) - step // every
-    if step >= run.config.Engine.max_steps:
+    section, step, last = run.config.Engine.save_load, run.step, run.config.Engine.max_steps
+    every = section.save_steps if section.save_steps > 0 else last
+    to_come = -(-last // every) - step // every
+    if step >= last:
         return None, []
     free = checkpoint.free_bytes(run.output_dir)
-    has = f"{run.output_dir} has {free / 1e9:.3f} GB free"
-    if free < one and run.remote is not None:
-        problem = (
-            f"a checkpoint of this run takes {one / 1e9:.3f} GB, which are staged before they are "
-            f"uploaded, and {has}; make room or set XDG_CACHE_HOME to a directory on a larger disk"
-        )
-        return problem, []
     if run.remote is not None:
-        return None, []
-    if free < one:
-        problem = (
-            f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
-            "Engine.save_load.output_dir to a larger disk"
-        )
-        return problem, []
+        return checkpoint.staging_problem(run.output_dir, one, free), []
     here = len(checkpoint.candidates(run.output_dir))
+    keep = section.keep_last
     # A new one is written before the oldest is removed.
-    more = max(section.keep_last + 1 - here, 1) if section.keep_last else to_come
-    if free >= (needed := min(more, to_come) * one):
-        return None, []
-    notice = (
-        f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
-        f"{min(more, to_come)} checkpoints of {one / 1e9:.3f} GB "
-        f"(Engine.save_load.keep_last={section.keep_last}); saves will fail unless there is "
-        "more room or fewer are kept"
-    )
-    return None, [notice]
+    more = min(max(keep + 1 - here, 1) if keep else to_come, to_come)
+    return checkpoint.room_problem(run.output_dir, one, free, more, keep)
 
 
 def _state(run: Engine) -> dict[str, Any]:
