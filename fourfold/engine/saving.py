@@ -266,8 +266,7 @@ def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
     free = checkpoint.free_bytes(run.output_dir)
     if run.remote is not None:
         return checkpoint.staging_problem(run.output_dir, one, free), []
-    here = len(checkpoint.candidates(run.output_dir))
-    keep = section.keep_last
+    here, keep = len(checkpoint.candidates(run.output_dir)), section.keep_last
     # A new one is written before the oldest is removed.
     more = min(max(keep + 1 - here, 1) if keep else to_come, to_come)
     return checkpoint.room_problem(run.output_dir, one, free, more, keep)
