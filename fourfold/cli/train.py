@@ -6,11 +6,11 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -122,8 +122,7 @@ def train(
     machines = read_machines(nnodes, node_rank, master)
     if max_restarts is None:
         max_restarts = ELASTIC_RESTARTS if machines.elastic else 0
-    code = _train_on_machines(run, machines, nproc, max_restarts, hang_seconds, lost_seconds)
-    raise typer.Exit(code)
+    _train_on_machines(run, machines, nproc, max_restarts, hang_seconds, lost_seconds)
 
 
 @dataclass(frozen=True)
@@ -293,8 +292,8 @@ def _train_on_machines(
     max_restarts: int,
     hang_seconds: float | None,
     lost_seconds: float | None,
-) -> int:
-    """This machine's part of a run over several; the exit code."""
+) -> NoReturn:
+    """This machine's part of a run over several; ends this process with its exit code."""
     from fourfold.launch.launchers import refuse_inside_launcher
 
     refuse_inside_launcher(os.environ, "--nnodes")
@@ -327,7 +326,7 @@ def _train_on_machines(
         foreign = partial(_open_foreign, config)
         return lambda: build_engine(config, world_size, expected, foreign).fit()
 
-    return run_agent(
+    code = run_agent(
         machines,
         nproc,
         plan,
@@ -339,6 +338,11 @@ def _train_on_machines(
         echo=partial(say, stream=sys.stdout),
         tell=partial(say, stream=sys.stderr),
     )
+    with suppress(OSError):
+        sys.stdout.flush()
+    # A thread may still wait for an answer of a machine that is gone, and torch aborts a process
+    # that ends in an orderly way meanwhile.
+    os._exit(code)
 
 
 def _refuse_what_would_be_ignored(

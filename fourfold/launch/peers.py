@@ -241,9 +241,11 @@ class Exchange:
         self._own = replace(self._own, status=ENDED)
         self.refresh()
 
-    def close(self) -> None:
+    def close(self, wait_seconds: float = 2.0) -> None:
         self._closed.set()
         self._wake.set()
+        # Not without end: it may be waiting for an answer.
+        self._thread.join(wait_seconds)
 
     def are_through(self) -> bool:
         """Whether all others that are heard of have left this round, or wait for none."""

@@ -245,7 +245,7 @@ class Meeting:
     def abandon(self) -> None:
         """Leave without a word: nobody would hear it."""
         self.abandoned = True
-        self.exchange.close()
+        self.exchange.close(wait_seconds=0.0)
         # A network that comes back must not find a machine that nobody speaks for any more. In a
         # thread, because it waits for the answer to a question.
         threading.Thread(target=self.handler._stop_heartbeats, daemon=True).start()
