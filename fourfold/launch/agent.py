@@ -437,12 +437,25 @@ class RoundWatch(Watch):
     def _after_all(self) -> int | None:
         """All ranks have ended well: because the run is complete, or to stop, or to regroup."""
         self.stopped = self.was_stopped()
+        if (end := self._wait_for_others()) is not None:
+            return self._end(end)
         if not self.stopped:
-            self.exchange.leave()
             return 0
-        self.exchange.refresh()
         again = bool(self.exchange.marks.keys() & {"regroup", "leaving"})
         if again and self.signals.received is None:
             return None
-        self.exchange.leave()
         return self.agent.stopped_code
+
+    def _wait_for_others(self) -> RoundEnd | None:
+        """Until all machines have ended the round well; what ended it otherwise."""
+        exchange, deadline = self.exchange, time.monotonic() + self.stop_seconds
+        exchange.leave()
+        while time.monotonic() < deadline and not self.signals.urgent and exchange.end is None:
+            if exchange.broken or exchange.quiet_seconds() > exchange.suspicious_seconds:
+                break
+            if exchange.have_left(self.others, self.joined.token):
+                break
+            if exchange.silent(self.others, self.agent.limits.lost_seconds):
+                break
+            self.signals.wait(0.1)
+        return exchange.end
