@@ -10,6 +10,7 @@ whoever is missing as long as it makes progress.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,7 +29,8 @@ from fourfold import heartbeat
 from fourfold.comm_timer import timed_comm
 from fourfold.device import environment_int
 from fourfold.errors import UserError
-from fourfold.meeting import Meetings, open_store
+from fourfold.meeting import STORE_FILE, Meetings, open_store
+from fourfold.placement import Placement, place_ranks, same_gpu
 
 AXES = ("dp", "pp", "sharding", "mp")
 T = TypeVar("T")
@@ -111,6 +114,15 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
     # The host's own messages go through gloo; a GPU's tensors through nccl.
     on_cpu = device.type == "cpu"
     store = open_store(rank, layout.world_size, timeout_seconds)
+    placement = None
+    if STORE_FILE not in os.environ:  # else all of them are on this machine
+        placement = place_ranks(
+            PrefixStore("placement", store),
+            rank,
+            layout.world_size,
+            layout.columns("mp"),
+            _gpu_identity(device),
+        )
     dist.init_process_group(
         "gloo" if on_cpu else "cpu:gloo,cuda:nccl",
         store=store,
@@ -123,7 +135,7 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
         dist.destroy_process_group()
         raise UserError(problem)
     meetings = Meetings(store, rank, layout.world_size, timeout_seconds)
-    return Mesh(layout, rank, device.type, timeout_seconds, meetings)
+    return Mesh(layout, rank, device.type, timeout_seconds, meetings, placement)
 
 
 def _difference(layout: Layout, device: torch.device) -> str | None:
@@ -138,16 +150,7 @@ def _difference(layout: Layout, device: torch.device) -> str | None:
             f"rank {odd[0]} has the layout {others[odd[0]]} and rank 0 has {others[0]}; give every "
             "machine the same configuration and, where the layout is chosen, the same cluster.yaml"
         )
-    first_with: dict[int, int] = {}
-    for rank, row in enumerate(theirs):
-        gpu = int(row[-1])
-        first = first_with.setdefault(gpu, rank)
-        if gpu and first != rank:
-            return (
-                f"ranks {first} and {rank} have the same GPU, and each needs one of its own; give "
-                "every process another one (srun --gpus-per-task=1), or all GPUs to all of them"
-            )
-    return None
+    return same_gpu([int(row[-1]) for row in theirs])
 
 
 @contextmanager
@@ -173,6 +176,7 @@ class Mesh:
         device_type: str = "cpu",
         timeout_seconds: float = 600.0,
         meetings: Meetings | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -182,6 +186,7 @@ class Mesh:
         self._stage_group: ProcessGroup | None = None
         self._timeout = timedelta(seconds=timeout_seconds)
         self._meetings = meetings
+        self.placement = placement
         if layout.world_size > 1:
             self.device_mesh = self._join_axes(device_type)
         if layout.pp > 1:

@@ -15,7 +15,12 @@ from fourfold.errors import ConfigError, UserError
 
 def submit(
     config: ConfigFile,
-    to: Annotated[str, typer.Option(metavar="slurm|torchrun", help="The scheduler to write for.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="slurm|k8s|kubeflow|skypilot|torchrun", help="The scheduler to write for."
+        ),
+    ],
     override: Overrides = None,
     nodes: Annotated[
         int | None, typer.Option(help="Number of machines; by default those of --cluster.")
@@ -44,6 +49,10 @@ def submit(
         typer.Option(metavar="--account=LAB", help="A further option of sbatch; may be repeated."),
     ] = None,
     image: Annotated[str | None, typer.Option(help="The container image to run in.")] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(help="The volume that all containers share, mounted as this directory."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job; by default the run directory's.")
     ] = None,
@@ -68,7 +77,9 @@ def submit(
         meant = did_you_mean(nearest(to, SCHEDULERS))
         raise UserError(f"--to {to!r} is unknown{meant}; known are {', '.join(SCHEDULERS)}")
     scheduler = find_scheduler(to)
-    given = {"time": time, "partition": partition, "image": image, "sbatch": sbatch}
+    given = {
+        "time": time, "partition": partition, "image": image, "volume": volume, "sbatch": sbatch
+    }  # fmt: skip
     problems = [
         f"--{option} has no place in a job of {to}; leave it out"
         for option in OPTIONS
@@ -76,7 +87,7 @@ def submit(
     ]
     request = JobRequest(
         config, override or [], nodes, nproc, cluster, auto, name, time, partition, image,
-        sbatch or [], max_restarts,
+        sbatch or [], max_restarts, volume,
     )  # fmt: skip
     try:
         job = prepare(request)

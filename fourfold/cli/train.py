@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fourfold.convert import ForeignModel
     from fourfold.engine.monitoring import Prediction
     from fourfold.launch.rounds import Machines
+    from fourfold.launch.scheduled import MachineStart
 
 # Where the number of machines may change: failures without progress between them, and how long a
 # machine may be silent.
@@ -107,9 +108,14 @@ def train(
 ) -> None:
     """Train the model a YAML file describes; resumes if the run has checkpoints.
 
-    Without --nproc one process trains, or those that torchrun, srun or mpirun started.
+    Without --nproc one process trains, or those that torchrun, srun or mpirun started. On machines
+    that Kubeflow, an indexed Job or SkyPilot started, every one of them takes part.
     """
     answer_with_stacks()
+    if nnodes is None and node_rank is None and master is None:
+        nproc, started = _announced_machines(nproc)
+        if started is not None:
+            nnodes, node_rank, master = started.nnodes, started.node_rank, started.master
     _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
     run = TrainRun(config, override or [], auto, cluster, stopped_code=stopped_exit_code)
     if nnodes is None:
@@ -123,6 +129,28 @@ def train(
     if max_restarts is None:
         max_restarts = ELASTIC_RESTARTS if machines.elastic else 0
     _train_on_machines(run, machines, nproc, max_restarts, hang_seconds, lost_seconds)
+
+
+def _announced_machines(nproc: int | None) -> tuple[int | None, MachineStart | None]:
+    """The number of processes of this machine, and its place among the others where a scheduler
+    started one process on each of several."""
+    from fourfold.launch.launchers import machines_to_start
+    from fourfold.launch.scheduled import num_gpus
+
+    started = machines_to_start(os.environ, nproc)
+    if started is None:
+        return nproc, None
+    if started.most == 1:
+        several = started.nproc if started.nproc != 1 else None
+        return (several if nproc is None else nproc), None
+    nproc = nproc or started.nproc or num_gpus() or 1
+    which = "a machine" if started.node_rank is None else f"machine {started.node_rank}"
+    say(
+        f"{started.name}: {which} of {started.nnodes}, {nproc} process(es) here, meeting at "
+        f"{started.master}",
+        sys.stderr,
+    )
+    return nproc, started
 
 
 @dataclass(frozen=True)
@@ -296,7 +324,7 @@ def _train_on_machines(
     """This machine's part of a run over several; ends this process with its exit code."""
     from fourfold.launch.launchers import refuse_inside_launcher
 
-    refuse_inside_launcher(os.environ, "--nnodes")
+    refuse_inside_launcher(os.environ, "--nnodes", on_every_machine=True)
     # Before torch is loaded: a connection that is lost is ours to tell, not in C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config, _ = run.resolve(nproc * machines.most)

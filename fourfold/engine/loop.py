@@ -305,8 +305,12 @@ class Engine:
             # The memory of all ranks is in it, and the others have nowhere to write it to.
             plan = describe(config, self.layout, self.runner, self.data, watch.peak.source)
             predicted = [] if self.prediction is None else [self.prediction.line()]
-            for line in [*self.notices, *plan, *predicted]:
+            placement = self.mesh.placement
+            hosts = [] if placement is None else placement.notices
+            for line in [*self.notices, *plan, *hosts, *predicted]:
                 watch.sinks.notice(line)
+            if placement is not None:
+                watch.sinks.notice(*placement.warnings, level="WARNING")
         return watch
 
     def _outcome(self, result: StepResult) -> StepOutcome:

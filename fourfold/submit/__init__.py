@@ -14,9 +14,9 @@ from fourfold.submit.job import Job, JobRequest, prepare
 __all__ = ["OPTIONS", "SCHEDULERS", "Job", "JobRequest", "Scheduler", "find_scheduler", "prepare"]
 
 # The words for --to.
-SCHEDULERS = ("slurm", "torchrun")
+SCHEDULERS = ("slurm", "k8s", "kubeflow", "skypilot", "torchrun")
 # Of `JobRequest`: what not every scheduler has a place for.
-OPTIONS = ("time", "partition", "image", "sbatch")
+OPTIONS = ("time", "partition", "image", "volume", "sbatch")
 
 
 class Scheduler(Protocol):
@@ -34,7 +34,14 @@ class Scheduler(Protocol):
 
 
 def find_scheduler(word: str) -> Scheduler:
+    from fourfold.submit.containers import Kubeflow, Kubernetes, SkyPilot
     from fourfold.submit.shell_scripts import Slurm, Torchrun
 
-    known: dict[str, Scheduler] = {"slurm": Slurm(), "torchrun": Torchrun()}
+    known: dict[str, Scheduler] = {
+        "slurm": Slurm(),
+        "k8s": Kubernetes(),
+        "kubeflow": Kubeflow(),
+        "skypilot": SkyPilot(),
+        "torchrun": Torchrun(),
+    }
     return known[word]

@@ -56,6 +56,7 @@ class JobRequest:
     image: str | None = None
     sbatch: Sequence[str] = ()
     max_restarts: int = 3
+    volume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Job:
     partition: str | None = None
     image: str | None = None
     sbatch: tuple[str, ...] = ()
+    volume: str | None = None  # what all machines share, by its name at the scheduler
+    device: str | None = None  # the planner's name of the GPU, where it is known
     remarks: tuple[str, ...] = field(default=())  # how it was planned, a line each
 
     @property
@@ -187,18 +190,16 @@ def _bad_words(request: JobRequest) -> Iterator[str]:
             f"--name {request.name!r} is not a name of at most 63 letters, digits, dots, dashes "
             "and underscores that begins and ends with a letter or digit"
         )
-    for option, word in (("--partition", request.partition), ("--image", request.image)):
+    for option, word in (
+        ("--partition", request.partition),
+        ("--image", request.image),
+        ("--volume", request.volume),
+    ):
         if word is not None and (not _WORD.fullmatch(word) or word.startswith("-")):
             yield f"{option} {word!r} is not one word without quotes"
     for word in request.sbatch:
         if not re.fullmatch(r"--?[A-Za-z][^\x00-\x1f]*", word):
             yield f"--sbatch {word!r} is not an option of sbatch such as --account=lab"
-    for number, option, most in (
-        (request.nodes, "--nodes", MOST_NODES),
-        (request.nproc, "--nproc", MOST_RANKS),
-    ):
-        if number is not None and not 1 <= number <= most:
-            yield f"{option} {number} is not between 1 and {most}"
     for word in (str(Path.cwd()), *map(str, (request.file, *request.overrides))):
         if set(word) & set("\n\r\0"):
             yield f"{word!r} has a line break in it, which no job file can carry"
@@ -216,6 +217,13 @@ def _sizes(request: JobRequest, cluster: Cluster | None) -> tuple[int, int]:
             f"how large is the job? {' and '.join(missing)} missing: machines, and processes on "
             "each; or describe both with --cluster 2x8xA100-80G"
         )
+    wrong = [
+        f"{option} {number} is not between 1 and {most}"
+        for number, option, most in ((nodes, "--nodes", MOST_NODES), (nproc, "--nproc", MOST_RANKS))
+        if not 1 <= number <= most
+    ]
+    if wrong:
+        raise ConfigError(wrong)
     return nodes, nproc
 
 
@@ -294,6 +302,7 @@ def _planned(
         partition=request.partition,
         image=request.image,
         sbatch=tuple(request.sbatch),
+        volume=request.volume,
     )
     return job if made is None else _timed(job, source, config, made)
 
@@ -324,16 +333,13 @@ def _timed(job: Job, source: ConfigSource, config: Config, made: _Planned) -> Jo
             f"A save every {steps} steps (the file says {config.Engine.save_load.save_steps}): "
             f"{goodput.text()}."
         )
-    jobs = math.ceil(whole / max(1.0, limit - made.notice))
-    remarks.append(
-        f"{job.max_steps} steps need {clock(whole)} or less, that is {jobs} "
-        f"job{'s' * (jobs > 1)} of {clock(limit)}."
-    )
+    remarks.append(f"{job.max_steps} steps need {clock(whole)} or less.")
     return replace(
         job,
         arguments=tuple(words),
         limit_seconds=limit,
         notice_seconds=made.notice,
+        device=made.cluster.device.name,
         remarks=tuple(remarks),
     )
 

@@ -94,7 +94,7 @@ scontrol requeue "$SLURM_JOB_ID"
 TORCHRUN = """\
 #!/bin/bash
 # {nodes} x {ranks_per_node} ranks of `fourfold {verb}`, written by `fourfold submit` {version}.
-# Tested with torch 2.13 on two machines. Not tested on GPUs.
+# Tested with torch 2.13, whose rendezvous joins the machines, on two. Not tested on GPUs.
 {remarks}\
 #
 #   bash {file} NODE_RANK HOST    on each machine: its number, 0 to {last_node}, and machine 0

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import signal
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import yaml
-from cluster.machines import wait_until, why_not
+from cluster.machines import Command, wait_until, why_not
 from cluster.slurm import PROGRAMS, Slurm
 from helpers.tiny_run import TINY
 
@@ -35,17 +36,7 @@ class Run:
 
     def __init__(self, slurm: Slurm, name: str, *words: str, sbatch: tuple[str, ...] = ()) -> None:
         self.slurm, self.directory = slurm, slurm.directory / name
-        self.directory.mkdir()
-        values = deepcopy(TINY)
-        values["Engine"] |= {"max_steps": STEPS, "eval_freq": 0}
-        values["Engine"]["save_load"] = {"save_steps": 20, "output_dir": "run"}
-        values["Data"]["batch_size"] = {"global_batch_size": 48, "micro_batch_size": 1}
-        values["Distributed"] = {"timeout_seconds": 30}
-        (self.directory / "run.yaml").write_text(yaml.safe_dump(values))
-        keep = ["-o", "Engine.save_load.save_steps=20"]
-        size = ["--nodes", "2", "--nproc", "2"]
-        printed = submit(self.directory, "-c", "run.yaml", "--to", "slurm", *size, *keep, *words)
-        assert printed == "sbatch run.sbatch\n"
+        assert submit(self.directory, "slurm", *words) == "sbatch run.sbatch\n"
         self.job = slurm.sbatch(*sbatch, self.directory / "run.sbatch")
 
     @property
@@ -97,15 +88,23 @@ class Run:
         return found
 
 
-def submit(directory: Path, *words: str) -> str:
-    """What `fourfold submit` prints, in that directory."""
+def submit(directory: Path, to: str, *words: str) -> str:
+    """What `fourfold submit` prints for a run of 2 x 2 ranks in that directory."""
+    directory.mkdir()
+    values = deepcopy(TINY)
+    values["Engine"] |= {"max_steps": STEPS, "eval_freq": 0}
+    values["Engine"]["save_load"] = {"save_steps": 20, "output_dir": "run"}
+    values["Data"]["batch_size"] = {"global_batch_size": 48, "micro_batch_size": 1}
+    values["Distributed"] = {"timeout_seconds": 30}
+    (directory / "run.yaml").write_text(yaml.safe_dump(values))
+    given = ["--to", to, "--nodes", "2", "--nproc", "2", "-o", "Engine.save_load.save_steps=20"]
     printed = io.StringIO()
     with (
         contextlib.chdir(directory),
         contextlib.redirect_stdout(printed),
         pytest.raises(SystemExit) as end,
     ):
-        main(["submit", *words])
+        main(["submit", "-c", "run.yaml", *given, *words])
     assert end.value.code == 0
     return printed.getvalue()
 
@@ -142,6 +141,16 @@ def test_scancel_saves_and_is_final(slurm: Slurm) -> None:
     wait_until(lambda: "saved: step_" in run.log.splitlines()[-1], WAIT, lambda: run.log)
     assert "stopped by SIGTERM" in run.log and "ended by SLURM or by its user" in run.log
     assert ended["Restarts"] == "0" and 10 <= int(run.saved.removeprefix("step_")) < STEPS
+
+
+@pytest.mark.slow
+def test_a_stop_file_is_final(slurm: Slurm) -> None:
+    run = Run(slurm, "stopped")
+    run.until_step(10)
+    (run.output_dir / "STOP").touch()
+    ended = run.until("COMPLETED", "FAILED")
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), run.log
+    assert 10 <= int(run.saved.removeprefix("step_")) < STEPS
 
 
 @pytest.mark.slow
@@ -235,3 +244,25 @@ def test_a_failure_without_progress_is_repeated_so_often(slurm: Slurm) -> None:
     ended = run.until("FAILED", "COMPLETED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("1:0", "1")
     assert "nothing new saved after 1 restarts: not queued again" in run.log
+
+
+@pytest.mark.slow
+def test_the_script_for_each_machine(slurm: Slurm, undisturbed: dict[str, bytes]) -> None:
+    """Without a scheduler: the same file on both, stopped on one, given again."""
+    directory = slurm.directory / "by_hand"
+    assert submit(directory, "torchrun").startswith("bash run.sh 0..1 HOST")
+    run = Run.__new__(Run)
+    run.slurm, run.directory, run.job = slurm, directory, ""
+
+    def start() -> list[Command]:
+        words = ["bash", directory / "run.sh"]
+        return [slurm.machines.start(i, [*words, str(i), "node0"]) for i in (0, 1)]
+
+    machines = start()
+    wait_until(lambda: run.step >= 15, WAIT, lambda: machines[0].output())
+    machines[1].send_signal(signal.SIGTERM)
+    assert [machine.wait(WAIT) for machine in machines] == [0, 0], machines[0].output()
+    assert 15 <= int(run.saved.removeprefix("step_")) < STEPS
+    again = start()
+    assert [machine.wait(WAIT) for machine in again] == [0, 0], again[0].output()
+    assert run.weights() == undisturbed

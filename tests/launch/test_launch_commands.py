@@ -201,7 +201,7 @@ def test_one_machine_of_several_trains(tiny: Path) -> None:
         (["NODES", "--stopped-exit-code", "85"], 85),
         (["NODES"], 0),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_stop_that_was_saved_ends_with_its_code(words: list[str], code: int, tiny: Path) -> None:
     """Stacks that are asked for leave the run be."""
