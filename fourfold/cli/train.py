@@ -331,7 +331,7 @@ def _train_on_machines(
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     with _without_garbage():
         from fourfold.engine import build_engine
-        from fourfold.launch.agent import Limits, run_agent
+        from fourfold.launch.agent import WatchLimits, run_agent
         from fourfold.launch.supervisor import Restarts
         from fourfold.parallel import layout_of, preload
 
@@ -359,7 +359,7 @@ def _train_on_machines(
         nproc,
         plan,
         output_dir / "logs",
-        Limits(hang_seconds, lost_seconds, hang_seconds),
+        WatchLimits(hang_seconds, lost_seconds, hang_seconds),
         Restarts(max_restarts, FIRST_PAUSE_SECONDS, lambda: _saved_step(output_dir)),
         stopped_code=run.stopped_code,
         threads=threads_of_rank(nproc, take_turns=take_turns),

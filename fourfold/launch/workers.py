@@ -51,9 +51,9 @@ class WorkerGroup:
         store: Path,
         log_name: str = LOG_NAME,
         threads: int | None = None,
-        place: Place | None = None,
+        place: WorkerPlace | None = None,
     ) -> None:
-        place = place or Place(0, nproc, {"FOURFOLD_STORE": str(store)})
+        place = place or WorkerPlace(0, nproc, {"FOURFOLD_STORE": str(store)})
         ranks = range(place.first_rank, place.first_rank + nproc)
         self.board = Board(nproc, place.first_rank)
         names = {rank: log_name.format(attempt=attempt, rank=rank) for rank in ranks}
@@ -188,7 +188,7 @@ def _reap_group(theirs: int, ours: int, store_dir: Path) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Which of all ranks of a run are those of this machine, and the variables by which they meet
     the others."""
 
@@ -204,7 +204,7 @@ class RankSpec:
     rank: int
     nproc: int
     attempt: int
-    place: Place
+    place: WorkerPlace
     log: RankLog
     board: Board
     supervisor: int

@@ -16,7 +16,7 @@ from helpers.supervised import attempt, exit_status, rank
 
 from fourfold import heartbeat
 from fourfold.errors import UserError
-from fourfold.launch.agent import Limits, run_agent
+from fourfold.launch.agent import WatchLimits, run_agent
 from fourfold.launch.launchers import read_machines
 from fourfold.launch.rounds import Machines
 from fourfold.launch.supervisor import Restarts
@@ -61,7 +61,7 @@ class Agents:
                     self.nproc,
                     self._plan,
                     self.directory / "logs",
-                    Limits(60.0, LOST_SECONDS, 30.0),
+                    WatchLimits(60.0, LOST_SECONDS, 30.0),
                     Restarts(self.max_restarts, 0.1, None),
                     stopped_code=0,
                     echo=lambda line: None,
