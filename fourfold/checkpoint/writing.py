@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -234,6 +235,7 @@ class _Save:
             serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
             write_manifest(meeting.directory, self.step, serial, indices, self.state_bytes)
             sync_directory(meeting.directory)
+            self.ranks.may_commit()
             meeting.commit(self.target)
         finally:
             meeting.abandon()
@@ -284,7 +286,8 @@ class _Save:
             return self._write_shards(meeting), ""
         except (OSError, CheckpointError) as error:
             self._discard(meeting.directory)
-            return None, self._reason(error)
+            where = f" (on {socket.gethostname()})" if self.ranks.size > 1 else ""
+            return None, f"{self._reason(error)}{where}"
 
     def _write_shards(self, meeting: SaveRendezvous) -> Part:
         told = (self._label(), self.ranks.beat, self.sources)

@@ -4,6 +4,11 @@ The supervisor of a run, or where there is none its rank 0, holds the file `.loc
 locked by `flock`, which processes forked later hold too, and which the kernel releases when the
 last of them has ended, however it ended: a dead run keeps nobody out.
 
+Machines of one launch may take the directory over from each other: when the network was cut, those
+that go on cannot wait for a machine that nobody reaches and that may hold the file for hours. They
+put another file in its place, with a higher epoch, and whoever holds the older one finds out before
+it commits anything (`Claim.check`) and ends.
+
 On a file system without such locks the file is a lease. Its holder renews it every few seconds; it
 expires after `LEASE_SECONDS` without renewal, or at once if its process has ended on this machine.
 At an address the lease is an object, made by a conditional put where the store has one;
@@ -27,9 +32,11 @@ from typing import IO
 from weakref import WeakValueDictionary
 
 from fourfold import storage
-from fourfold.errors import UserError
+from fourfold.errors import RunError, UserError
 
 LOCK_FILE = ".lock"
+# What names the launch that a process belongs to, the same on all its machines.
+LAUNCH = "FOURFOLD_LAUNCH"
 # What a killed run may need to be gone.
 WAIT_SECONDS = 5.0
 POLL_SECONDS = 0.1
@@ -56,6 +63,20 @@ class Claim:
     def is_held(self) -> bool:
         return not self._released.is_set()
 
+    def check(self) -> None:
+        """Before something is committed: a `RunError` if other machines have taken over."""
+        try:
+            # Opened, not only looked at: a network file system then asks its server.
+            with self.path.open(encoding="utf-8") as now:
+                if self._file is not None:
+                    same = os.fstat(now.fileno()).st_ino == os.fstat(self._file.fileno()).st_ino
+                else:
+                    same = _read(self.path).get("token") == self._token
+        except FileNotFoundError:
+            return  # removed by hand; whoever takes over leaves another one
+        if not same:
+            raise _taken_over(self.path, _read(self.path))
+
     def release(self) -> None:
         """Release it; if it was inherited, only for this process."""
         if not self.is_held:
@@ -66,9 +87,6 @@ class Claim:
                 self._remove_own()
         if self._file is not None:
             self._file.close()
-
-    def check(self) -> None:
-        """Raise if another run has it by now."""
 
     def _remove_own(self) -> None:
         if _read(self.path).get("token") == self._token:
@@ -101,11 +119,7 @@ class StoreClaim(Claim):
     def check(self) -> None:
         self._lost = self._lost or self._is_anothers()
         if self._lost:
-            raise UserError(
-                f"{storage.name_of(self.path.parent)} was taken over by another run "
-                f"({_said_owner(_read_object(self._address))}) while this one did not reach it for "
-                f"{LEASE_SECONDS:g} s; this one must not save there any more, and ends"
-            )
+            raise _taken_over(self.path, _read_object(self._address))
 
     def _is_anothers(self) -> bool:
         try:
@@ -164,6 +178,9 @@ def _lock(path: Path) -> Claim | None:
         except FileNotFoundError:
             pass
         except BlockingIOError:
+            if _is_of_our_launch(_read(path)):
+                file.close()
+                return _take_over(path)
             if time.monotonic() > deadline:
                 file.close()
                 raise _refusal(path) from None
@@ -174,7 +191,7 @@ def _lock(path: Path) -> Claim | None:
                 return None
             raise
         file.close()
-    token, owner = _introduction()
+    token, owner = _introduction(_next_epoch(_read(path)))
     # On a full disk the lock is held all the same. Past the file's own buffer, which would try
     # again when it is closed.
     with suppress(OSError):
@@ -183,14 +200,43 @@ def _lock(path: Path) -> Claim | None:
     return Claim(path, file, token)
 
 
+def _take_over(path: Path) -> Claim:
+    """From a process of the same launch, which may not be reachable: by a file in its place."""
+    token, owner = _introduction(_next_epoch(_read(path)))
+    aside = path.with_name(f"{LOCK_FILE}.{token}")
+    file = aside.open("a+", encoding="utf-8")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(file.fileno(), owner.encode())
+    aside.replace(path)
+    return Claim(path, file, token)
+
+
+def _taken_over(path: Path, owner: dict[str, object]) -> RunError:
+    return RunError(
+        f"{storage.name_of(path.parent)} was taken over by process {owner.get('pid')} on "
+        f"{owner.get('host')} (epoch {owner.get('epoch')}, since {owner.get('started')}) "
+        f"while {socket.gethostname()} was cut off; this process ends and writes nothing"
+    )
+
+
+def _is_of_our_launch(owner: dict[str, object]) -> bool:
+    launch = os.environ.get(LAUNCH)
+    return launch is not None and owner.get("launch") == launch
+
+
+def _next_epoch(owner: dict[str, object]) -> int:
+    epoch = owner.get("epoch")
+    return 1 + (epoch if isinstance(epoch, int) else 0)
+
+
 def _lease(path: Path) -> Claim:
     deadline = time.monotonic() + WAIT_SECONDS
-    token, owner = _introduction()
+    token, owner = _introduction(_next_epoch(_read(path)))
     temporary = path.with_name(f"{LOCK_FILE}.{token}")
     try:
         while True:
             temporary.write_text(owner, encoding="utf-8")
-            if _is_void(path, temporary.stat().st_mtime):
+            if _is_of_our_launch(_read(path)) or _is_void(path, temporary.stat().st_mtime):
                 break
             if time.monotonic() > deadline:
                 raise _refusal(path)
@@ -207,9 +253,10 @@ def _lease(path: Path) -> Claim:
 
 def _lease_object(path: Path, address: str) -> Claim:
     deadline = time.monotonic() + WAIT_SECONDS
-    token, owner = _introduction()
+    before = _read_object(address)
+    token, owner = _introduction(_next_epoch(before))
     while not storage.create(address, owner.encode()):
-        if _is_void_object(address, token):
+        if _is_of_our_launch(before) or _is_void_object(address, token):
             storage.write(address, owner.encode())
             # Of two that found it void, the last to write has it.
             time.sleep(2 * SETTLE_SECONDS)
@@ -257,7 +304,7 @@ def _has_ended(owner: dict[str, object], silent_seconds: float) -> bool:
     return not owner or silent_seconds > LEASE_SECONDS
 
 
-def _introduction() -> tuple[str, str]:
+def _introduction(epoch: int) -> tuple[str, str]:
     """A token of our own, and what the file says about us."""
     token = secrets.token_hex(8)
     owner = {
@@ -265,6 +312,8 @@ def _introduction() -> tuple[str, str]:
         "pid": os.getpid(),
         "started": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "token": token,
+        "launch": os.environ.get(LAUNCH),
+        "epoch": epoch,
     }
     return token, json.dumps(owner)
 

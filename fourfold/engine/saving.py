@@ -104,8 +104,6 @@ def save(
     sinks = Sinks() if sinks is None else sinks
     with meter.timed("save", run.step):
         finish(run, sinks)
-        # A run that has lost its directory to another must not write into it.
-        run.mesh.on_all_ranks(lambda: None if run.claim is None else run.claim.check())
         path = _name(run, run.step)
         run.save_request.take()
         reason = _save_patiently(run, sinks, stop, final)

@@ -14,7 +14,7 @@ from helpers.tiny_run import FIXTURE, TINY, exit_status
 from fourfold import storage
 from fourfold.config import Config, load_config
 from fourfold.engine import build_engine, lock
-from fourfold.errors import UserError
+from fourfold.errors import RunError, UserError
 
 FEW = ("Engine.max_steps=4", "Engine.eval_freq=0", "Engine.test_iters=0")
 
@@ -108,7 +108,7 @@ def test_one_run_at_a_time(address: str, monkeypatch: pytest.MonkeyPatch) -> Non
     again = lock.claim(place)
     again.check()
     storage.write(f"{address}/.lock", json.dumps({"token": "x", "pid": 1, "host": "h"}).encode())
-    with pytest.raises(UserError, match="taken over by another run"):
+    with pytest.raises(RunError, match="was taken over by process 1 on h"):
         again.check()
     again.release()
     assert ".lock" in storage.children(address)
