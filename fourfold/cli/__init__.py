@@ -30,7 +30,7 @@ VERBS = {
     "convert": "convert",
     "layout": "layout",
     "plan": "plan",
-    "doctor": "plan",
+    "doctor": "doctor",
     "accept": "accept",
     "mup": "mup",
     "quickstart": "quickstart",

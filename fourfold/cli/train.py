@@ -74,7 +74,7 @@ def train(
     Without --nproc one process trains, or those that torchrun, srun or mpirun started.
     """
     answer_with_stacks()
-    _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
+    refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
     run = TrainRun(config, override or [], auto, cluster)
     if nnodes is not None:
         assert nproc is not None and node_rank is not None and master is not None
@@ -136,7 +136,7 @@ class TrainRun:
             config, expected = self.resolve(nproc)
             code = _fit_in_processes(config, expected, nproc, max_restarts, hang_seconds, save)
             return FinishedRun(code, config, nproc)
-        world_size = _join_others()
+        world_size = join_others()
         config, expected = self.resolve(world_size if world_size > 1 else None)
         with _without_garbage():
             from fourfold.engine import build_engine
@@ -152,7 +152,7 @@ class TrainRun:
         return again + (["--cluster", self.cluster] if self.cluster is not None else [])
 
 
-def _join_others() -> int:
+def join_others() -> int:
     """Join the processes that a launcher started; returns how many there are."""
     from fourfold.launch.launchers import join_launcher
 
@@ -257,7 +257,7 @@ def _train_on_nodes(
     become(command)
 
 
-def _refuse_what_would_be_ignored(
+def refuse_what_would_be_ignored(
     nproc: int | None,
     max_restarts: int | None,
     hang_seconds: float | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +16,10 @@ from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
 from fourfold.engine.banner import describe
+from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
+from fourfold.engine.preflight import config_difference, preflight
 from fourfold.engine.run_data import RunData
 from fourfold.engine.updates import StepResult, updates_of
 from fourfold.errors import DataError, UserError
@@ -89,7 +91,11 @@ class Engine:
             self.resume()
             if save:
                 self.notices += saving.check_room(self)
+            found = self._preflight()
             watch = self._open_instruments(closing)
+            for finding in found:
+                watch.sinks.notice(f"preflight: {finding.text}", level="WARNING")
+                watch.sinks.event("preflight", step=self.step, **asdict(finding))
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
                 stopped = self._train(watch, stop, save)
@@ -102,6 +108,20 @@ class Engine:
                     self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
+
+    def _preflight(self) -> list[PreflightFinding]:
+        """What is wrong with the ranks, links and disks of this run; the same on all ranks."""
+        form = self.config.Engine.preflight
+        if self.mesh.size == 1 or form == "none":
+            return []
+        if difference := config_difference(self.mesh, self.config.to_dict()):
+            raise UserError(f"{difference}; give every machine the same configuration")
+        same = {"the training data": self.data.train_fingerprint}
+        found = preflight(self.mesh, self.device, self.output_dir, form, same)
+        for finding in found.findings:
+            if finding.is_fatal:
+                raise UserError(f"{finding.text}; make it the same on every machine")
+        return found.findings
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
