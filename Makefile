@@ -4,17 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: quickstart test test-all equivalence check format wheel site setup setup-dev setup-peers \
-	clean
+.PHONY: quickstart test test-all test-cluster equivalence check format wheel site setup setup-dev setup-peers \
+	setup-cluster clean
 
 quickstart: setup
 	$(BIN)/fourfold quickstart
 
 test: setup-dev
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not cluster"
 
 test-all: setup-dev setup-peers
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Several machines, made of namespaces, and a real SLURM on them: Linux and root, or they are skipped.
+CLUSTER_TESTS ?= cluster
+test-cluster: setup-dev setup-cluster
+	$(BIN)/pytest -n 2 --dist loadfile -rs -m "$(CLUSTER_TESTS)" tests/cluster
 
 # Runs the whole table of layouts and writes its page.
 equivalence: setup-dev
@@ -67,6 +72,16 @@ $(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
 		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement constraints-peers.txt
 	touch $@
+
+# Programs that no Python package brings. What cannot be installed is said, and its tests are skipped.
+CLUSTER_PACKAGES := iproute2 ethtool slurm-wlm munge
+setup-cluster:
+	@missing=$$(for package in $(CLUSTER_PACKAGES); do \
+		dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || echo $$package; done); \
+	test -z "$$missing" || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -qq -y --no-install-recommends $$missing; } >/dev/null; } || \
+	echo "cannot install, which takes root and apt-get:" $$missing
 
 $(VENV)/.ready-docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
