@@ -120,13 +120,11 @@ def _compare_ranks(nproc: int | None, directory: Path, as_json: bool, one_by_one
 
 def _measure(world_size: int, directory: Path, as_json: bool, one_by_one: bool) -> bool:
     """Whether something was found, the same on every rank."""
-    import torch
-
     from fourfold.device import select_device
     from fourfold.engine.preflight import preflight
     from fourfold.mesh import Layout, connect, environment_int
 
-    device = select_device("gpu" if torch.cuda.is_available() else "cpu")
+    device = select_device("auto")
     mesh = connect(Layout(dp=world_size), device, TIMEOUT_SECONDS)
     found = preflight(mesh, device, directory, "full", one_by_one=one_by_one)
     if environment_int("RANK", 0) == 0:
