@@ -137,27 +137,46 @@ def finding_of(
 
 
 def slow_compute(found: Preflight) -> list[PreflightFinding]:
+    """On processors, whoever works less in the time it was given one; on GPUs, in any time."""
     by_device = defaultdict[str, dict[int, float]](dict)
     for rank, (facts, rate) in enumerate(zip(found.facts, found.compute)):
-        by_device[facts.device][rank] = 1 / rate.flops
-    bound = CPU_RATE if found.facts[0].device == "CPU" else GPU_RATE
+        by_device[facts.device][rank] = 1 / (rate.cpu_flops or rate.flops)
     named = []
-    for figures in by_device.values():
-        for rank, middle in outliers(figures, bound).items():
-            rate, usual = found.compute[rank], 1 / middle
-            others = [r.cpu_flops for n, r in enumerate(found.compute) if n != rank]
-            shared = rate.cpu_flops > 0.7 * median(others) > 0
-            why = (
-                "; its processor is fast enough, but something else uses it, or a quota or "
-                "priority keeps it from this rank"
-                if shared
-                else ""
-            )
+    for device, figures in by_device.items():
+        for rank, middle in outliers(figures, CPU_RATE if device == "CPU" else GPU_RATE).items():
+            own, usual = 1 / figures[rank], 1 / middle
             text = (
-                f"{found.machines.named(rank)} computes {usual / rate.flops:.1f} times as slowly "
-                f"as the others: {rate.flops / 1e9:.1f} GFLOP/s, median {usual / 1e9:.1f}{why}"
+                f"{found.machines.named(rank)} computes {usual / own:.1f} times as slowly as the "
+                f"others: {own / 1e9:.1f} GFLOP/s, median {usual / 1e9:.1f}"
             )
-            named.append(finding_of(found.machines, "compute", rank, text, rate.flops, usual))
+            named.append(finding_of(found.machines, "compute", rank, text, own, usual))
+    return [*named, *_shared_processors(found)]
+
+
+def _shared_processors(found: Preflight) -> list[PreflightFinding]:
+    """Machines whose processors something else uses too. Ranks that share a machine share that
+    with each other, so that machines are compared, each by the best of its ranks."""
+    kernels = {rank: found.machines.kernels[m] for rank, m in enumerate(found.machines.of_rank)}
+    best: dict[str, int] = {}
+    for rank, rate in enumerate(found.compute):
+        held = best.setdefault(kernels[rank], rank)
+        if rate.cpu_flops and rate.flops > found.compute[held].flops:
+            best[kernels[rank]] = rank
+    figures = {rank: 1 / found.compute[rank].flops for rank in best.values()}
+    if not all(found.compute[rank].cpu_flops for rank in figures):
+        return []
+    named = []
+    for rank, middle in outliers(figures, CPU_RATE).items():
+        rate, usual = found.compute[rank], 1 / middle
+        share = rate.flops / rate.cpu_flops
+        if share > 0.7:
+            continue  # it is slow, not shared, and named for that
+        text = (
+            f"something else uses the processors of {found.machines.host_of(rank)}: "
+            f"rank {rank} gets {share:.0%} of one and computes {rate.flops / 1e9:.1f} GFLOP/s, "
+            f"the others {usual / 1e9:.1f} (median)"
+        )
+        named.append(finding_of(found.machines, "compute", rank, text, rate.flops, usual))
     return named
 
 

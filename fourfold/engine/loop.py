@@ -95,7 +95,9 @@ class Engine:
             watch = self._open_instruments(closing)
             for finding in found:
                 watch.sinks.notice(f"preflight: {finding.text}", level="WARNING")
-                watch.sinks.event("preflight", step=self.step, **asdict(finding))
+                fields = asdict(finding)
+                del fields["text"]  # said already
+                watch.sinks.event("preflight", **fields)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
                 stopped = self._train(watch, stop, save)

@@ -138,7 +138,9 @@ class Monitoring:
         times, slow = evenness.look(record, steps)
         for one in slow:
             self.sinks.notice(one.text, level="WARNING")
-            self.sinks.event("straggler", step=record.step, **asdict(one))
+            fields = asdict(one)
+            del fields["text"]  # said already
+            self.sinks.event("straggler", step=record.step, **fields)
         return replace(record, ranks=times)
 
 

@@ -15,7 +15,10 @@ A figure is compared with the median of its peers: ranks of the same pipeline st
 equal, or links of other machines. Noise must not name anyone, so `outliers` asks for a factor, for
 a difference that matters, and for a distance of several spreads; and `Evidence` gathers over looks
 of at least `LOOK_SECONDS`: a figure just over the factor must be there for twelve in a row, one far
-over it for three. One look below the factor, and the count begins anew.
+over it for five. One look below the factor, and the count begins anew. Five, because other work on
+a machine makes one look in twenty far too long: five in a row happen to one rank in three million.
+A round trip of TCP is late far more often, for an acknowledgement may be held back; so a link must
+stay slow for twelve looks, or for four long ones.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 LOOK_SECONDS = 0.5
 ENOUGH = 12.0  # evidence, see `Evidence`
-ENOUGH_OF_SAVES = 6.0  # of which there are few, each a look of its own
-MOST_AT_ONCE = 4.0
+ENOUGH_OF_LINKS = 30.0
+ENOUGH_OF_SAVES = 5.0  # of which there are few, each a look of its own
+MOST_AT_ONCE = 2.5
+LONGEST_LOOK = 3.0  # how many short ones a long look of a link counts for, at most
 SPREADS = 4.0
 UNEVEN_STAGES = 2.0  # embeddings and head make a stage up to this much busier than others
 TO_DEVIATION = 1.4826  # a median of absolute deviations, as the standard deviation of a normal law
@@ -96,10 +101,12 @@ class Evidence:
         figures: Mapping[Key, float],
         factor: float,
         enough: float = ENOUGH,
+        weight: float = 1.0,
     ) -> list[Key]:
         """The suspects of one kind among `found` that this look makes certain.
 
-        A look adds 1 for a ratio of `factor`, 3 for its square, and so on to `MOST_AT_ONCE`.
+        A look adds 1 for a ratio of `factor`, 2 for its 1.5th power, and so on to `MOST_AT_ONCE`,
+        times its `weight`.
         """
         for key in figures:
             if key not in found:
@@ -108,7 +115,7 @@ class Evidence:
         for key, middle in found.items():
             ratio = figures[key] / max(middle, 1e-12)
             gain = 2 * math.log(max(ratio, factor)) / math.log(factor) - 1
-            self.against[key] = self.against.get(key, 0.0) + min(gain, MOST_AT_ONCE)
+            self.against[key] = self.against.get(key, 0.0) + weight * min(gain, MOST_AT_ONCE)
             if self.against[key] >= enough and key not in self.named:
                 self.named.add(key)
                 certain.append(key)
@@ -214,7 +221,7 @@ class Stragglers:
             *self._slow_compute(merged),
             *self._slow_data(merged),
             *self._slow_disk(merged),
-            *self._slow_links(merged),
+            *self._slow_links(merged, min(seconds / LOOK_SECONDS, LONGEST_LOOK)),
         ]
 
     def _slow_compute(self, times: Sequence[OwnTimes]) -> list[Straggler]:
@@ -282,19 +289,24 @@ class Stragglers:
             for _, rank in self.evidence.take(found, figures, 2.0, enough=ENOUGH_OF_SAVES)
         ]
 
-    def _slow_links(self, times: Sequence[OwnTimes]) -> list[Straggler]:
+    def _slow_links(self, times: Sequence[OwnTimes], weight: float) -> list[Straggler]:
         size = len(self.machines)
         if size < 2 or not times[0].links:
             return []
         trips = links_of([t.links[:size] for t in times], self.machines)
         lost = links_of([t.links[size:] for t in times], self.machines)
         return [
-            *self._links_of_a_kind("round trips", trips, ROUND_TRIP, _said),
-            *self._links_of_a_kind("loss", lost, LOSS, lambda share: f"{share:.1%}"),
+            *self._links_of_a_kind("round trips", trips, ROUND_TRIP, _said, weight),
+            *self._links_of_a_kind("loss", lost, LOSS, lambda share: f"{share:.1%}", weight),
         ]
 
     def _links_of_a_kind(
-        self, kind: str, links: dict[tuple[int, int], float], bound: Bound, said: Said
+        self,
+        kind: str,
+        links: dict[tuple[int, int], float],
+        bound: Bound,
+        said: Said,
+        weight: float,
     ) -> list[Straggler]:
         """A machine is named if even its best link is slow, a link alone if its ends are good."""
         found: dict[Hashable, float] = {}
@@ -313,7 +325,7 @@ class Stragglers:
         for link, middle in alone.items():
             found["link", kind, link] = middle
         named = []
-        for key in self.evidence.take(found, figures, bound.factor):
+        for key in self.evidence.take(found, figures, bound.factor, ENOUGH_OF_LINKS, weight):
             assert isinstance(key, tuple)
             who, value, middle = key[2], figures[key], found[key]
             hosts = self.machines.hosts

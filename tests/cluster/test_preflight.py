@@ -27,7 +27,7 @@ needs_ethtool = pytest.mark.skipif(
     shutil.which("ethtool") is None, reason="not installed: ethtool; `make test-cluster` does that"
 )
 WIRES = {
-    "rate": ({"rate": 400_000}, "rate"),
+    "rate": ({"rate": 2_000_000}, "rate"),
     "loss": ({"loss": 0.05}, "loss"),
     "delay": ({"delay": 0.02}, "latency"),
 }
@@ -48,11 +48,11 @@ def place(machines: Machines, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def slow_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow_disk(machines: Machines) -> Path:
     """A library that makes the disk of the process that loads it slow."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("not installed: cc")
-    library = tmp_path_factory.mktemp("library") / "slow_disk.so"
+    library = machines.directory / "slow_disk.so"
     source = Path(__file__).with_name("slow_disk.c")
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     return library
