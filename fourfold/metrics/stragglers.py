@@ -13,7 +13,7 @@ collective a window carries them, none a step. From them:
 
 A figure is compared with the median of its peers: ranks of the same pipeline stage, whose work is
 equal, or links of other machines. Noise must not name anyone, so `outliers` asks for a factor, for
-a difference that matters, and for a distance of several spreads; and `Evidence` gathers over looks
+a difference that matters, and for a distance of several spreads; and `Suspicion` gathers over looks
 of at least `LOOK_SECONDS`: a figure just over the factor must be there for twelve in a row, one far
 over it for five. One look below the factor, and the count begins anew. Five, because other work on
 a machine makes one look in twenty far too long: five in a row happen to one rank in three million.
@@ -34,7 +34,7 @@ from fourfold.metrics.machines import Machines, links_of
 Key = TypeVar("Key", bound=Hashable)
 
 LOOK_SECONDS = 0.5
-ENOUGH = 12.0  # evidence, see `Evidence`
+ENOUGH = 12.0  # evidence, see `Suspicion`
 ENOUGH_OF_LINKS = 30.0
 ENOUGH_OF_SAVES = 5.0  # of which there are few, each a look of its own
 MOST_AT_ONCE = 2.5
@@ -88,7 +88,7 @@ def _spreads_above(value: float, middle: float, others: Sequence[float]) -> floa
     return distance / spread if spread > 0 else math.inf
 
 
-class Evidence:
+class Suspicion:
     """Gathers what looks say against each suspect, until it is enough to name it, once."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Stragglers:
         self.machines = machines
         self.stages = stages
         self.on_gpu = on_gpu
-        self.evidence = Evidence()
+        self.evidence = Suspicion()
         self._windows: list[tuple[int, Sequence[OwnTimes]]] = []
         self._first: dict[Hashable, float] = {}  # figures that have no peers, as they began
 
