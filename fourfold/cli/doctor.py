@@ -120,9 +120,9 @@ def _compare_ranks(nproc: int | None, directory: Path, as_json: bool, one_by_one
 
 def _measure(world_size: int, directory: Path, as_json: bool, one_by_one: bool) -> bool:
     """Whether something was found, the same on every rank."""
-    from fourfold.device import select_device
+    from fourfold.device import environment_int, select_device
     from fourfold.engine.preflight import preflight
-    from fourfold.mesh import Layout, connect, environment_int
+    from fourfold.mesh import Layout, connect
 
     device = select_device("auto")
     mesh = connect(Layout(dp=world_size), device, TIMEOUT_SECONDS)

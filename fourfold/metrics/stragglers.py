@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import TypeVar
 
@@ -159,8 +159,8 @@ class OwnTimes:
 
     @classmethod
     def of(cls, row: Sequence[float]) -> OwnTimes:
-        names = [field.name for field in fields(cls)[:-1]]
-        return replace(cls(0.0, links=tuple(row[len(names) :])), **dict(zip(names, row)))
+        batch, communication, bubble, reader, queued, product, writing, *links = row
+        return cls(batch, communication, bubble, reader, queued, product, writing, tuple(links))
 
 
 def compare_ranks(times: Sequence[OwnTimes]) -> RankTimes:
