@@ -186,7 +186,9 @@ class _Check:
                 self._take_link((one, other), LinkRate(**value))
         if watch is not None:
             size, rows = len(self.machines), self.mesh.all_gather(*watch.look())
-            for pair, share in links_of([row[size:] for row in rows], self.machines).items():
+            for pair, share in links_of(
+                [row[size : 2 * size] for row in rows], self.machines
+            ).items():
                 self.found.lost[pair] = min(share, self.found.lost.get(pair, math.inf))
 
     def _take_link(self, pair: tuple[int, int], new: LinkRate) -> None:

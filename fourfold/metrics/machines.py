@@ -26,11 +26,15 @@ from statistics import median
 from fourfold.mesh import Mesh
 
 # Where in `struct tcp_info` of linux/tcp.h: round trip (us), sent again, segments out, segments in,
-# data segments in and out, and received out of order (Linux 5.4 and newer).
+# data segments out, and received out of order (Linux 5.4 and newer); of 64 bits, bytes acknowledged,
+# and microseconds busy sending, of these held up by the receiver and by our own buffer.
 _INFO_BYTES = 232
 _ROUND_TRIP, _SENT_AGAIN, _OUT, _IN, _DATA_OUT, _OUT_OF_ORDER = 68, 100, 136, 140, 156, 224
+_ACKNOWLEDGED, _BUSY, _BY_RECEIVER, _BY_BUFFER = 120, 168, 176, 184
 # Fewer segments than this say nothing about a link.
 FEW_SEGMENTS = 50
+# And fewer bytes nothing about its rate: small messages wait for each other.
+FEW_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ class Connection:
     segments: int
     data_sent: int  # segments
     lost: int  # segments sent again, and those received out of order
+    sent_bytes: int = 0  # that the other has acknowledged
+    sending_seconds: float = 0.0  # with something to send, and nothing but the network in the way
 
 
 def connections() -> Iterator[Connection]:
@@ -163,6 +169,11 @@ def parse_info(info: bytes, inode: int = 0, own: str = "", peer: str = "") -> Co
         (value,) = struct.unpack_from("=I", told, place)
         return int(value)
 
+    def large(place: int) -> int:
+        (value,) = struct.unpack_from("=Q", told, place)
+        return int(value)
+
+    sending = large(_BUSY) - large(_BY_RECEIVER) - large(_BY_BUFFER)
     return Connection(
         inode,
         own,
@@ -171,6 +182,8 @@ def parse_info(info: bytes, inode: int = 0, own: str = "", peer: str = "") -> Co
         number(_OUT) + number(_IN),
         number(_DATA_OUT),
         number(_SENT_AGAIN) + number(_OUT_OF_ORDER),
+        large(_ACKNOWLEDGED),
+        max(sending, 0) / 1e6,
     )
 
 
@@ -193,11 +206,12 @@ class LinkWatch:
         self.look()
 
     def look(self) -> list[float]:
-        """Round trip in seconds to every machine, then the share of segments lost; nan where
-        nothing was sent. Lost means sent again, or received out of order."""
+        """Round trip in seconds to every machine, then the share of segments lost (sent again, or
+        received out of order), then seconds to send a byte; nan where too little was sent."""
         size = len(self.machines)
         trips = [inf] * size
         segments, lost = [0] * size, [0] * size
+        sent, sending = [0] * size, [0.0] * size
         now = {each.inode: each for each in connections()}
         for inode, each in now.items():
             machine = self.machines.by_address.get(each.peer)
@@ -209,12 +223,18 @@ class LinkWatch:
                 trips[machine] = min(trips[machine], each.round_trip_seconds)
             segments[machine] += moved
             lost[machine] += each.lost - (before.lost if before else 0)
+            sent[machine] += each.sent_bytes - (before.sent_bytes if before else 0)
+            sending[machine] += each.sending_seconds - (before.sending_seconds if before else 0.0)
         self._before = now
         return [
             *(trip if isfinite(trip) else float("nan") for trip in trips),
             *(
                 again / count if count >= FEW_SEGMENTS else float("nan")
                 for again, count in zip(lost, segments)
+            ),
+            *(
+                seconds / count if count >= FEW_BYTES else float("nan")
+                for seconds, count in zip(sending, sent)
             ),
         ]
 

@@ -9,7 +9,7 @@ collective a window carries them, none a step. From them:
               the processor is slow or shared.
     data      seconds of a step waiting for samples
     disk      seconds of writing its part of a checkpoint
-    link      round trips and lost segments of TCP, per pair of machines
+    link      rate, round trips and lost segments of TCP, per pair of machines
 
 A figure is compared with the median of its peers: ranks of the same pipeline stage, whose work is
 equal, or links of other machines. Noise must not name anyone, so `outliers` asks for a factor, for
@@ -63,6 +63,8 @@ WRITING = Bound(4.0, 0.5)
 # link's figure is the best of several connections, which rarely all do.
 ROUND_TRIP = Bound(5.0, 0.003)
 LOSS = Bound(3.0, 0.003)
+# Seconds a byte. Small messages between large ones blur it; a rate below 100 MB/s is worth a word.
+SENDING = Bound(4.0, 1e-8)
 
 
 def outliers(figures: Mapping[Key, float], bound: Bound) -> dict[Key, float]:
@@ -294,8 +296,10 @@ class Stragglers:
         if size < 2 or not times[0].links:
             return []
         trips = links_of([t.links[:size] for t in times], self.machines)
-        lost = links_of([t.links[size:] for t in times], self.machines)
+        lost = links_of([t.links[size : 2 * size] for t in times], self.machines)
+        slowness = links_of([t.links[2 * size :] for t in times], self.machines)
         return [
+            *self._links_of_a_kind("rate", slowness, SENDING, _said_rate, weight),
             *self._links_of_a_kind("round trips", trips, ROUND_TRIP, _said, weight),
             *self._links_of_a_kind("loss", lost, LOSS, lambda share: f"{share:.1%}", weight),
         ]
@@ -337,7 +341,7 @@ class Stragglers:
                 host = hosts[who]
                 name = f"the network of {host} holds the run up"
                 against = "the middle one of the other machines"
-            figure = "round trips of" if kind == "round trips" else "segments lost or late:"
+            figure = {"loss": "segments lost or late:", "rate": "sends"}.get(kind, f"{kind} of")
             text = f"{name}: {figure} {said(value)} even on the best link, {against} {said(middle)}"
             named.append(Straggler("link", host, None, value, middle, text))
         return named
@@ -423,3 +427,7 @@ def _least(figures: Sequence[float]) -> float:
 
 def _said(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _said_rate(slowness: float) -> str:
+    return f"{1e-6 / max(slowness, 1e-12):.1f} MB/s"

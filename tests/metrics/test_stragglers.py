@@ -150,17 +150,21 @@ def test_a_gpu_that_lost_its_clock_is_named() -> None:
 
 
 def linked(
-    hosts: int, trip: Callable[[int, int, int], float], lost: Callable[[int, int, int], float]
+    hosts: int,
+    trip: Callable[[int, int, int], float],
+    lost: Callable[[int, int, int], float],
+    slowness: Callable[[int, int, int], float] = lambda *_: 1e-9,
 ) -> Draw:
     """Ranks on a ring, one a host: each sends to the next, and sees no other round trip."""
 
     def draw(window: int, rank: int) -> OwnTimes:
-        trips, losses = [math.nan] * hosts, [math.nan] * hosts
+        trips, losses, rates = ([math.nan] * hosts for _ in range(3))
         after, before = (rank + 1) % hosts, (rank - 1) % hosts
         trips[after] = trip(window, rank, after)
+        rates[after] = slowness(window, rank, after)
         for other in (after, before):
             losses[other] = lost(window, rank, other)
-        return OwnTimes(0.5, 0.4, links=(*trips, *losses))
+        return OwnTimes(0.5, 0.4, links=(*trips, *losses, *rates))
 
     return draw
 
@@ -180,6 +184,15 @@ def test_the_machine_that_loses_segments_is_named() -> None:
 
     named = looked(make_machines(4), linked(4, lambda *_: 2e-4, lost))
     assert [(one.phase, one.host) for one in named] == [("link", "node1")]
+
+
+def test_the_machine_that_sends_and_receives_slowly_is_named() -> None:
+    def slowness(window: int, one: int, other: int) -> float:
+        return 5e-7 if 3 in (one, other) else 2e-9 * (1 + one)
+
+    named = looked(make_machines(4), linked(4, lambda *_: 2e-4, lambda *_: 0.0, slowness))
+    assert [(one.phase, one.host) for one in named] == [("link", "node3")]
+    assert "sends 2.0 MB/s" in named[0].text
 
 
 def test_one_link_between_two_machines_is_compared_with_itself() -> None:
@@ -249,4 +262,7 @@ def test_the_fields_of_tcp_info() -> None:
     info = bytearray(232)
     for place, value in ((68, 1500), (100, 3), (136, 70), (140, 30), (156, 60), (224, 2)):
         struct.pack_into("=I", info, place, value)
-    assert parse_info(bytes(info), 7, "a", "b") == Connection(7, "a", "b", 0.0015, 100, 60, 5)
+    for place, value in ((120, 10**10), (168, 9_000_000), (176, 2_000_000), (184, 1_000_000)):
+        struct.pack_into("=Q", info, place, value)
+    read = parse_info(bytes(info), 7, "a", "b")
+    assert read == Connection(7, "a", "b", 0.0015, 100, 60, 5, 10**10, 6.0)
