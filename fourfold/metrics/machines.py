@@ -26,7 +26,7 @@ from statistics import median
 from fourfold.mesh import Mesh
 
 # Where in `struct tcp_info` of linux/tcp.h: round trip (us), sent again, segments out, segments in,
-# data segments out, and received out of order (Linux 5.4 and newer); of 64 bits, bytes acknowledged,
+# data segments out, received out of order (Linux 5.4 and newer); of 64 bits, bytes acknowledged,
 # and microseconds busy sending, of these held up by the receiver and by our own buffer.
 _INFO_BYTES = 232
 _ROUND_TRIP, _SENT_AGAIN, _OUT, _IN, _DATA_OUT, _OUT_OF_ORDER = 68, 100, 136, 140, 156, 224
