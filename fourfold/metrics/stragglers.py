@@ -62,6 +62,8 @@ WRITING = Bound(4.0, 0.5)
 # An answer may wait for the receiver's delayed acknowledgement, up to 40 ms by Linux' own timer; a
 # link's figure is the best of several connections, which rarely all do.
 ROUND_TRIP = Bound(5.0, 0.003)
+# Of one link between good machines, which has no better one to show what its ends can do.
+LONE_ROUND_TRIP = Bound(5.0, 0.05)
 LOSS = Bound(3.0, 0.003)
 # Seconds a byte. Small messages between large ones blur it; a rate below 100 MB/s is worth a word.
 SENDING = Bound(4.0, 1e-8)
@@ -323,7 +325,8 @@ class Stragglers:
             found["link", kind, machine] = middle
         explained = {link for link in links if set(link) & slow.keys()}
         rest = {link: value for link, value in links.items() if link not in explained}
-        alone = outliers(rest, bound) if len(rest) > 2 else self._since_the_first(kind, rest, bound)
+        lone = LONE_ROUND_TRIP if bound is ROUND_TRIP else bound
+        alone = outliers(rest, lone) if len(rest) > 2 else self._since_the_first(kind, rest, lone)
         for link, value in rest.items():
             figures["link", kind, link] = value
         for link, middle in alone.items():

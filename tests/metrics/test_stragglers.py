@@ -197,7 +197,7 @@ def test_the_machine_that_sends_and_receives_slowly_is_named() -> None:
 
 def test_one_link_between_two_machines_is_compared_with_itself() -> None:
     def trip(window: int, one: int, other: int) -> float:
-        return 2e-4 if window < 20 else 0.05
+        return 2e-4 if window < 20 else 0.2
 
     named = looked(make_machines(2), linked(2, trip, lambda *_: 0.0))
     assert [one.host for one in named] == ["node0 and node1"]
