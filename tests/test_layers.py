@@ -13,7 +13,8 @@ from fourfold.cli import VERBS
 # Each part imports only from parts to its left.
 ORDER = (
     "errors atomic_files charts terminal heartbeat comm_timer signals processors shards config "
-    "tokenizer data native model device mesh parallel cost optim metrics checkpoint engine"
+    "tokenizer data native model device meeting placement mesh parallel cost optim metrics "
+    "checkpoint engine"
 )
 CORE = ORDER.split()
 # Each imports the core, and of the other tools only those it names.
@@ -23,6 +24,7 @@ TOOLS: dict[str, set[str]] = {
     "launch": set(),
     "plan": set(),
     "accept": {"launch", "plan"},
+    "submit": {"plan"},
     "generate": {"convert"},
     "evaluate": {"generate"},
     "serve": {"generate", "evaluate"},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +22,11 @@ from fourfold.cli.train import (
     join_others,
     refuse_what_would_be_ignored,
 )
+from fourfold.errors import say
+from fourfold.processors import threads_of_rank
+
+if TYPE_CHECKING:
+    from fourfold.launch.rounds import Machines
 
 FOUND = 1  # the exit code where something is slow or differs
 TIMEOUT_SECONDS = 300.0
@@ -61,10 +69,13 @@ def doctor(
         return
     refuse_all_but(context, OF_NODES, "with --nodes")
     refuse_what_would_be_ignored(nproc, None, None, nnodes, node_rank, master)
+    machines = None
     if nnodes is not None:
-        assert nproc is not None and node_rank is not None and master is not None
-        _on_nodes(nproc, (nnodes, node_rank, master), directory, as_json, one_by_one)
-    raise typer.Exit(_compare_ranks(nproc, directory, as_json, one_by_one))
+        from fourfold.launch.launchers import read_machines
+
+        assert nproc is not None and master is not None
+        machines = read_machines(nnodes, node_rank, master)
+    raise typer.Exit(_compare_ranks(nproc, machines, directory, as_json, one_by_one))
 
 
 def _examine_this_machine(
@@ -81,41 +92,57 @@ def _examine_this_machine(
     print(f"written: {out}; use it with `fourfold plan --cluster {out}`")
 
 
-def _on_nodes(
-    nproc: int, place: tuple[int, int, str], directory: Path, as_json: bool, one_by_one: bool
-) -> None:
-    """Hand over to torchrun, which starts this command again in every process."""
-    from fourfold.launch.launchers import Nodes, become, torchrun_command
-
-    words = ["doctor", "--nodes", "--directory", str(directory)]
-    words += ["--json"] if as_json else []
-    words += ["--one-by-one"] if one_by_one else []
-    logs = Path(tempfile.mkdtemp(prefix="fourfold-doctor-"))
-    become(torchrun_command(Nodes(*place), nproc, 0, logs, words))
-
-
-def _compare_ranks(nproc: int | None, directory: Path, as_json: bool, one_by_one: bool) -> int:
+def _compare_ranks(
+    nproc: int | None, machines: Machines | None, directory: Path, as_json: bool, one_by_one: bool
+) -> int:
     """The exit code. Only rank 0 prints."""
     if nproc is None:
         return FOUND if _measure(join_others(), directory, as_json, one_by_one) else 0
     from fourfold.launch.launchers import refuse_inside_launcher
 
-    refuse_inside_launcher(os.environ, f"--nproc {nproc}")
+    option = f"--nproc {nproc}" if machines is None else "--nnodes"
+    refuse_inside_launcher(os.environ, option, on_every_machine=machines is not None)
     # Imported before the fork, so that no rank has to do it.
     import fourfold.engine.preflight
     import fourfold.parallel  # noqa: F401
-    from fourfold.launch.supervisor import supervise
 
     with tempfile.TemporaryDirectory(prefix="fourfold-doctor-") as folder:
-        found = Path(folder) / "found"
+        found, logs = Path(folder) / "found", Path(folder) / "logs"
 
-        def work() -> None:
+        def work(world_size: int) -> None:
             # A rank's own exit code would be taken for its failure.
-            if _measure(nproc, directory, as_json, one_by_one):
+            if _measure(world_size, directory, as_json, one_by_one):
                 found.touch()
 
-        code = supervise(work, nproc, Path(folder) / "logs", hang_seconds=TIMEOUT_SECONDS)
+        if machines is None:
+            code = _on_this_machine(partial(work, nproc), nproc, logs)
+        else:
+            code = _on_machines(work, machines, nproc, logs)
         return code or (FOUND if found.exists() else 0)
+
+
+def _on_this_machine(work: Callable[[], None], nproc: int, logs: Path) -> int:
+    from fourfold.launch.supervisor import supervise
+
+    return supervise(work, nproc, logs, hang_seconds=TIMEOUT_SECONDS)
+
+
+def _on_machines(work: Callable[[int], None], machines: Machines, nproc: int, logs: Path) -> int:
+    """This machine's part of a comparison over several."""
+    from fourfold.launch.agent import Limits, run_agent
+    from fourfold.launch.supervisor import Restarts
+
+    return run_agent(
+        machines,
+        nproc,
+        lambda world_size: partial(work, world_size),
+        logs,
+        Limits(TIMEOUT_SECONDS, TIMEOUT_SECONDS, TIMEOUT_SECONDS),
+        Restarts(0, 1.0, None),
+        threads=threads_of_rank(nproc),
+        echo=partial(say, stream=sys.stdout),
+        tell=partial(say, stream=sys.stderr),
+    )
 
 
 def _measure(world_size: int, directory: Path, as_json: bool, one_by_one: bool) -> bool:

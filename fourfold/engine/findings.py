@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from fourfold.engine.probes import ComputeRate, DiskRate, LinkRate, RankFacts
-from fourfold.metrics.machines import Machines
+from fourfold.metrics.machines import RankMachines
 from fourfold.metrics.stragglers import Bound, best_links, outliers
 
 # A processor is shared with whatever else runs; GPUs of one kind differ by a few percent.
@@ -28,7 +28,6 @@ MEMORY = Bound(3.0, 0.0)
 SLOWEST_LATENCY_SECONDS, SLOWEST_LINK, MOST_LOSS, SLOWEST_DISK = 5e-3, 10e6, 0.003, 5e6
 MOST_CLOCK_SECONDS = 1.0
 DOCKER_SHM = 64 << 20  # what a container has unless it is told otherwise
-MUST_BE_EQUAL = ("Fourfold", "the code of Fourfold", "the training data")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,13 @@ class PreflightFinding:
     text: str
     value: float | None = None
     median: float | None = None  # of the others
-    is_fatal: bool = False  # a run of these ranks would compute something else
 
 
 @dataclass
 class Preflight:
     """Everything measured and what is wrong with it, the same on every rank."""
 
-    machines: Machines
+    machines: RankMachines
     facts: list[RankFacts]
     compute: list[ComputeRate] = field(default_factory=list)
     links: dict[tuple[int, int], LinkRate] = field(default_factory=dict)  # by ranks
@@ -126,7 +124,7 @@ class Preflight:
 
 
 def finding_of(
-    machines: Machines,
+    machines: RankMachines,
     what: str,
     rank: int,
     text: str,
@@ -154,7 +152,7 @@ def slow_compute(found: Preflight) -> list[PreflightFinding]:
 
 
 def _shared_processors(found: Preflight) -> list[PreflightFinding]:
-    """Machines whose processors something else uses too. Ranks that share a machine share that
+    """RankMachines whose processors something else uses too. Ranks that share a machine share that
     with each other, so that machines are compared, each by the best of its ranks."""
     kernels = {rank: found.machines.kernels[m] for rank, m in enumerate(found.machines.of_rank)}
     best: dict[str, int] = {}
@@ -200,7 +198,7 @@ def slow_links(found: Preflight) -> list[PreflightFinding]:
 
 
 def _judge(
-    machines: Machines,
+    machines: RankMachines,
     links: Mapping[tuple[int, int], float],
     bound: Bound,
     worst: float,
@@ -295,9 +293,7 @@ def differences(found: Preflight) -> Iterator[PreflightFinding]:
                         f"{name} is not the same on {machines.named(odd[0])} as on the others: "
                         f"{values[odd[0]]}, theirs is {common}"
                     )
-                yield PreflightFinding(
-                    "version", host, odd[0], text, is_fatal=name in MUST_BE_EQUAL
-                )
+                yield PreflightFinding("version", host, odd[0], text)
     usual = median(each.nice for each in facts)
     for rank, each in enumerate(facts):
         host = machines.host_of(rank)

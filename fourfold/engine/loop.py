@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from fourfold.engine.banner import describe
 from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
-from fourfold.engine.preflight import config_difference, preflight
+from fourfold.engine.preflight import preflight
 from fourfold.engine.run_data import RunData
 from fourfold.engine.updates import StepResult, updates_of
 from fourfold.errors import DataError, UserError
@@ -59,6 +59,8 @@ class Engine:
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
+        if claim is not None:
+            self.ranks = replace(self.ranks, may_commit=claim.check)
         self.batch_schedule = config.batch_schedule
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.schedule = build_schedule(config)
@@ -75,8 +77,9 @@ class Engine:
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def fit(self, *, save: bool = True) -> None:
-        """Train from the current step to `max_steps`, then test. Returns early on a stop.
+    def fit(self, *, save: bool = True) -> bool:
+        """Train from the current step to `max_steps`, then test; returns whether a signal ended it
+        before.
 
         Without `save` it leaves no checkpoint and no picture: the run is only a measurement.
         """
@@ -100,9 +103,9 @@ class Engine:
                 watch.sinks.event("preflight", **fields)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
-                stopped = self._train(watch, stop, save)
+                reason = self._train(watch, stop, save)
                 watch.compare(self.step)
-                if not stopped:
+                if reason is None:
                     with watch.meter.timed("evaluate", self.step):
                         self._evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
@@ -110,20 +113,18 @@ class Engine:
                     self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
+        # Who sends a signal may start the run again; a STOP file is a person's, and final.
+        unfinished = self.step < self.config.Engine.max_steps
+        stopped = unfinished and reason is not None and reason.startswith("SIG")
+        heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
+        return stopped
 
     def _preflight(self) -> list[PreflightFinding]:
         """What is wrong with the ranks, links and disks of this run; the same on all ranks."""
         form = self.config.Engine.preflight
         if self.mesh.size == 1 or form == "none":
             return []
-        if difference := config_difference(self.mesh, self.config.to_dict()):
-            raise UserError(f"{difference}; give every machine the same configuration")
-        same = {"the training data": self.data.train_fingerprint}
-        found = preflight(self.mesh, self.device, self.output_dir, form, same)
-        for finding in found.findings:
-            if finding.is_fatal:
-                raise UserError(f"{finding.text}; make it the same on every machine")
-        return found.findings
+        return preflight(self.mesh, self.device, self.output_dir, form).findings
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
@@ -155,8 +156,8 @@ class Engine:
             f"{engine.max_steps:,}; the learning rate follows {unit}"
         ]
 
-    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
-        """All steps up to the last, or to a stop; returns whether it was stopped."""
+    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> str | None:
+        """All steps up to the last, or to a stop; returns what stopped it, if anything."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
         if self.step >= engine.max_steps:
             sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
@@ -183,11 +184,12 @@ class Engine:
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
-        if stopping:
-            reason = self.mesh.broadcast_first(stop.reason())
-            kept = "; the run is saved" if save else ""
-            sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
-        return stopping
+        if not stopping:
+            return None
+        reason = self.mesh.broadcast_first(stop.reason())
+        kept = "; the run is saved" if save else ""
+        sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
+        return reason
 
     def _due_now(self, save: bool) -> tuple[bool, bool, bool, bool]:
         """Whether the step is the last, and whether it is followed by an evaluation, a save, a
@@ -318,8 +320,12 @@ class Engine:
             # The memory of all ranks is in it, and the others have nowhere to write it to.
             plan = describe(config, self.layout, self.runner, self.data, watch.peak.source)
             predicted = [] if self.prediction is None else [self.prediction.line()]
-            for line in [*self.notices, *plan, *predicted]:
+            placement = self.mesh.placement
+            hosts = [] if placement is None else placement.notices
+            for line in [*self.notices, *plan, *hosts, *predicted]:
                 watch.sinks.notice(line)
+            if placement is not None:
+                watch.sinks.notice(*placement.warnings, level="WARNING")
         return watch
 
     def _outcome(self, result: StepResult) -> StepOutcome:

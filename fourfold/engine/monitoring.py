@@ -4,12 +4,13 @@ run compares at its end with what a plan predicted of it.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,9 +39,13 @@ from fourfold.metrics import (
 from fourfold.metrics.jsonl import RunFacts
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
+from fourfold.metrics.progress import KubeflowProgress
 from fourfold.metrics.stragglers import Straggler
 from fourfold.model import ModelShape
 from fourfold.parallel import Precision
+
+if TYPE_CHECKING:
+    from fourfold.metrics.prometheus import MetricsPort
 
 # Each rank has figures for every machine; beyond this, gathering them would be noticed.
 MOST_MACHINES = 128
@@ -74,9 +79,10 @@ class Monitoring:
             peak_flops=self.peak.flops,
         )
         self.style = line_style(config, mesh.size)
-        self.sinks = Sinks()
+        self.sinks, port = Sinks(), None
         if mesh.rank == 0:
             output_dir = Path(config.Engine.save_load.output_dir)
+            port = _metrics_port(config, done_steps)
             self.sinks = open_sinks(
                 output_dir,
                 tensorboard=config.Engine.tensorboard,
@@ -86,8 +92,12 @@ class Monitoring:
                 style=self.style,
                 resume_step=done_steps,
                 max_steps=config.Engine.max_steps,
+                port=port,
+                progress=KubeflowProgress.from_environment(os.environ, config.Engine.max_steps),
             )
         closing.callback(self.sinks.close)
+        if port is not None:
+            self.sinks.notice(f"metrics are served at {port.url}/metrics and {port.url}/healthz")
         self.sinks.run(
             RunFacts(
                 layout=str(mesh.layout),
@@ -177,6 +187,21 @@ class RankComparison:
         slow = self.stragglers.look(rows, steps)
         # On a GPU the calls only queue work, so waiting cannot be distinguished from computing.
         return (compare_ranks(rows) if self.on_cpu else None), slow
+
+
+def _metrics_port(config: Config, done_steps: int) -> MetricsPort | None:
+    engine = config.Engine
+    if engine.metrics_port is None:
+        return None
+    from fourfold.metrics.prometheus import MetricsPort
+
+    return MetricsPort(
+        engine.metrics_host,
+        engine.metrics_port,
+        silence_seconds=config.Distributed.timeout_seconds,
+        max_steps=engine.max_steps,
+        start_step=done_steps,
+    )
 
 
 def _profiler(config: Config, mesh: Mesh, sinks: Sinks) -> ProfilerWindow:

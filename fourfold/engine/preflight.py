@@ -13,14 +13,13 @@ on a machine passes, a fault does not.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -63,18 +62,16 @@ def preflight(
     device: torch.device,
     directory: Path,
     form: Form = "short",
-    equal: Mapping[str, str] | None = None,
     one_by_one: bool = False,
 ) -> Preflight:
     """Measure and compare all ranks; a collective.
 
-    `equal` is what else must be the same on all ranks, by what it is called. `one_by_one` has each
-    rank compute alone, wherever it is.
+    `one_by_one` has each rank compute alone, wherever it is.
     """
     heartbeat.beat(0, "preflight")
     began = time.perf_counter()
     machines = find_machines(mesh)
-    own = asdict(rank_facts(device, dict(equal or {})))
+    own = asdict(rank_facts(device))
     facts = [RankFacts(**json.loads(text)) for text in mesh.gather(json.dumps(own))]
     check = _Check(mesh, device, directory, form, one_by_one, Preflight(machines, facts))
     check.run()
@@ -337,36 +334,3 @@ def disjoint_rounds(
         else:
             rounds.append((used, [pair]))
     return [members for _, members in rounds]
-
-
-def config_difference(mesh: Mesh, values: Mapping[str, Any]) -> str | None:
-    """Which keys are not the same on all ranks, or None; a collective. Places on the disk may
-    differ from machine to machine: what is read there is compared by itself."""
-    flat = {key: value for key, value in _flat(values) if not key.endswith(PLACES)}
-    text = json.dumps(flat, sort_keys=True, default=str)
-    digests = mesh.gather(hashlib.sha256(text.encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return None
-    texts = [json.loads(told) for told in mesh.gather(text)]
-    odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    keys = sorted(
-        key
-        for key in texts[0].keys() | texts[odd].keys()
-        if texts[0].get(key) != texts[odd].get(key)
-    )
-    listed = ", ".join(
-        f"{key}={texts[odd].get(key)} instead of {texts[0].get(key)}" for key in keys[:5]
-    )
-    host = find_machines(mesh).named(odd)
-    return f"the configuration of {host} is not that of rank 0: {listed}"
-
-
-PLACES = ("_dir", "_file", "_path", "tokenizer", "profiler_log")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -6,14 +6,12 @@ a try slower, never faster. Who is slow is decided elsewhere, by comparing ranks
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 import fourfold
 from fourfold import heartbeat
+from fourfold.engine.agreement import source_hash
 from fourfold.processors import num_processors
 
 # One product takes a few milliseconds on a core, and tens of microseconds on a GPU.
@@ -130,15 +129,14 @@ class RankFacts:
     time: float = 0.0
 
 
-def rank_facts(device: torch.device, more: dict[str, str]) -> RankFacts:
-    """`more` are further things that must be equal on all ranks, by what they are called."""
+def rank_facts(device: torch.device) -> RankFacts:
     on_gpu = device.type != "cpu"
     return RankFacts(
         os.getpriority(os.PRIO_PROCESS, 0),
         min(float(num_processors()), _processor_quota()),
         torch.get_num_threads(),
         torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        {**_versions(on_gpu), **more},
+        _versions(on_gpu),
         free_memory(),
         _shm_bytes(),
     )
@@ -149,7 +147,7 @@ def _versions(on_gpu: bool) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "Fourfold": fourfold.__version__,
-        "the code of Fourfold": code_hash(),
+        "the code of Fourfold": source_hash(),
     }
     for name in ("numpy", "safetensors"):
         try:
@@ -160,17 +158,6 @@ def _versions(on_gpu: bool) -> dict[str, str]:
         found["CUDA"] = str(torch.version.cuda or torch.version.hip)
         found["NCCL"] = str(torch.cuda.nccl.version())
     return found
-
-
-@cache
-def code_hash() -> str:
-    """Of every source file of the package that runs here."""
-    root = Path(fourfold.__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted(path for kind in ("*.py", "*.c") for path in root.rglob(kind)):
-        digest.update(f"{file.relative_to(root)}\n".encode())
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:12]
 
 
 def _processor_quota() -> float:

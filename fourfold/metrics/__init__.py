@@ -6,7 +6,7 @@ run. rich, matplotlib, tensorboard and wandb are imported when first used.
 """
 
 from fourfold.metrics.jsonl import read_jsonl
-from fourfold.metrics.machines import LinkWatch, Machines, find_machines
+from fourfold.metrics.machines import LinkWatch, RankMachines, find_machines
 from fourfold.metrics.meter import Meter, Step, StepOutcome
 from fourfold.metrics.peaks import Peak, peak_flops
 from fourfold.metrics.plot import plot_losses
@@ -17,11 +17,11 @@ from fourfold.metrics.stragglers import OwnTimes, RankTimes, Stragglers, compare
 __all__ = [
     "Console",
     "LinkWatch",
-    "Machines",
     "Meter",
     "OwnTimes",
     "Peak",
     "ProfilerWindow",
+    "RankMachines",
     "RankTimes",
     "Sinks",
     "Step",

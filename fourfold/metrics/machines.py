@@ -38,7 +38,7 @@ FEW_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Machines:
+class RankMachines:
     """The machine of every rank, by rank; machines are numbered in the order of their ranks."""
 
     hosts: tuple[str, ...]  # of each machine; told apart by a number where two have one name
@@ -70,7 +70,7 @@ class Machines:
         }
 
 
-def find_machines(mesh: Mesh) -> Machines:
+def find_machines(mesh: Mesh) -> RankMachines:
     """Where the ranks are; a collective."""
     own = {
         "host": platform.node(),
@@ -81,7 +81,7 @@ def find_machines(mesh: Mesh) -> Machines:
     return machines_of([json.loads(text) for text in mesh.gather(json.dumps(own))])
 
 
-def machines_of(rows: Sequence[dict[str, object]]) -> Machines:
+def machines_of(rows: Sequence[dict[str, object]]) -> RankMachines:
     """From what each rank said of itself."""
     numbers: dict[tuple[object, ...], int] = {}
     of_rank, addresses = list[int](), defaultdict[int, set[str]](set)
@@ -96,7 +96,7 @@ def machines_of(rows: Sequence[dict[str, object]]) -> Machines:
     hosts = [
         name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)
     ]
-    return Machines(
+    return RankMachines(
         tuple(hosts),
         tuple(of_rank),
         tuple(str(identity[1]) for identity in numbers),
@@ -200,7 +200,7 @@ def _address(text: str) -> str:
 class LinkWatch:
     """What this rank's connections to each other machine did since the last look."""
 
-    def __init__(self, machines: Machines) -> None:
+    def __init__(self, machines: RankMachines) -> None:
         self.machines = machines
         self._before: dict[int, Connection] = {}
         self.look()
@@ -239,7 +239,9 @@ class LinkWatch:
         ]
 
 
-def links_of(rows: Sequence[Sequence[float]], machines: Machines) -> dict[tuple[int, int], float]:
+def links_of(
+    rows: Sequence[Sequence[float]], machines: RankMachines
+) -> dict[tuple[int, int], float]:
     """One figure for each link that was used, from each rank's figures for every machine: of the
     ranks at its two ends the largest is typical of a link, so the middle of each end's counts."""
     views: dict[tuple[int, int], dict[int, list[float]]] = {}

@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import TypeVar
 
-from fourfold.metrics.machines import Machines, links_of
+from fourfold.metrics.machines import RankMachines, links_of
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -202,7 +202,7 @@ Said = Callable[[float], str]
 class Stragglers:
     """Told every window; tells, once for each, who stays slow."""
 
-    def __init__(self, machines: Machines, stages: Sequence[int], on_gpu: bool = False) -> None:
+    def __init__(self, machines: RankMachines, stages: Sequence[int], on_gpu: bool = False) -> None:
         """`stages` is the pipeline stage of every rank."""
         self.machines = machines
         self.stages = stages

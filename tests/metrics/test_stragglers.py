@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.metrics.machines import Connection, Machines, links_of, machines_of, parse_info
+from fourfold.metrics.machines import Connection, RankMachines, links_of, machines_of, parse_info
 from fourfold.metrics.stragglers import (
     BUSY,
     Bound,
@@ -24,7 +24,7 @@ from fourfold.metrics.stragglers import (
 )
 
 
-def make_machines(hosts: int, ranks_each: int = 1) -> Machines:
+def make_machines(hosts: int, ranks_each: int = 1) -> RankMachines:
     rows = [
         {"host": f"node{number}", "kernel": f"k{number}", "network": number, "addresses": []}
         for number in range(hosts)
@@ -37,7 +37,7 @@ Draw = Callable[[int, int], OwnTimes]  # of a window and a rank
 
 
 def looked(
-    machines: Machines, draw: Draw, windows: int = 60, steps: int = 5, **given: object
+    machines: RankMachines, draw: Draw, windows: int = 60, steps: int = 5, **given: object
 ) -> list[Straggler]:
     size = len(machines.of_rank)
     stages = given.pop("stages", [0] * size)
