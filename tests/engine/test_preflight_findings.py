@@ -153,7 +153,8 @@ def test_other_versions_are_named() -> None:
     found.facts[2] = replace(FACTS, versions={"torch": "2.12", "the code of Fourfold": "bb"})
     assert [finding.text for finding in differences(found)] == [
         "rank 2 on node2 has another version of torch than the others: 2.12, theirs is 2.13",
-        "the code of Fourfold is not the same on rank 2 on node2 as on the others: bb, theirs is aa",
+        "the code of Fourfold is not the same on rank 2 on node2 as on the others: bb, theirs "
+        "is aa",
     ]
 
 
