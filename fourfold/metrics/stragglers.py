@@ -15,7 +15,7 @@ A figure is compared with the median of its peers: ranks of the same pipeline st
 equal, or links of other machines. Noise must not name anyone, so `outliers` asks for a factor, for
 a difference that matters, and for a distance of several spreads; and `Suspicion` gathers over looks
 of at least `LOOK_SECONDS`: a figure just over the factor must be there for twelve in a row, one far
-over it for five. One look below the factor, and the count begins anew. Five, because other work on
+over it for five, one beyond six times its peers for three. One look below the factor, and the count begins anew. Five, because other work on
 a machine makes one look in twenty far too long: five in a row happen to one rank in three million.
 A round trip of TCP is late far more often, for an acknowledgement may be held back; so a link must
 stay slow for twelve looks, or for four long ones.
@@ -38,6 +38,7 @@ ENOUGH = 12.0  # evidence, see `Suspicion`
 ENOUGH_OF_LINKS = 30.0
 ENOUGH_OF_SAVES = 5.0  # of which there are few, each a look of its own
 MOST_AT_ONCE = 2.5
+OUT_OF_REACH, MOST_OUT_OF_REACH = 6.0, 4.0  # a ratio that noise does not reach, and what it adds
 LONGEST_LOOK = 3.0  # how many short ones a long look of a link counts for, at most
 SPREADS = 4.0
 UNEVEN_STAGES = 2.0  # embeddings and head make a stage up to this much busier than others
@@ -106,6 +107,7 @@ class Suspicion:
         factor: float,
         enough: float = ENOUGH,
         weight: float = 1.0,
+        out_of_reach: float = math.inf,
     ) -> list[Key]:
         """The suspects of one kind among `found` that this look makes certain.
 
@@ -119,7 +121,8 @@ class Suspicion:
         for key, middle in found.items():
             ratio = figures[key] / max(middle, 1e-12)
             gain = 2 * math.log(max(ratio, factor)) / math.log(factor) - 1
-            self.against[key] = self.against.get(key, 0.0) + weight * min(gain, MOST_AT_ONCE)
+            most = MOST_AT_ONCE if ratio < out_of_reach else MOST_OUT_OF_REACH
+            self.against[key] = self.against.get(key, 0.0) + weight * min(gain, most)
             if self.against[key] >= enough and key not in self.named:
                 self.named.add(key)
                 certain.append(key)
@@ -384,7 +387,7 @@ class Stragglers:
             if share > bound.factor * usual and own[rank] - usual * others > bound.floor:
                 found[phase, rank] = others
         figures = {(phase, rank): value for rank, value in enumerate(own)}
-        certain = self.evidence.take(found, figures, bound.factor)
+        certain = self.evidence.take(found, figures, bound.factor, out_of_reach=OUT_OF_REACH)
         return [(rank, found[phase, rank]) for _, rank in certain]
 
     def _straggler(
