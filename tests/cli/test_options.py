@@ -225,6 +225,16 @@ ROWS: dict[str, Row] = {
     "doctor --force": Row(f"{DOCTOR} --out old.yaml", "... --force", "^exit 0", slow=True),
     "doctor --seconds": Row("doctor --out old.yaml", "... --seconds 61", "--seconds"),
     "doctor --directory": Row(DOCTOR, "... --directory none", REFUSED + "none", slow=True),
+    "doctor --nodes": Row(DOCTOR, "doctor --nodes", "ranks on 1 machine|found:", slow=True),
+    "doctor --json": Row("doctor --nodes", "... --json", '"findings"', slow=True),
+    "doctor --one-by-one": Row(
+        "doctor --nodes", "doctor --one-by-one", REFUSED + "--one-by-one has no effect", slow=True
+    ),
+    "doctor --nnodes": Row("doctor --nodes", "... --nnodes 2", REFUSED + "missing", slow=True),
+    "doctor --node-rank": Row(
+        "doctor --nodes", "... --node-rank 1", REFUSED + "missing", slow=True
+    ),
+    "doctor --master": Row("doctor --nodes", "... --master a:1", REFUSED + "missing", slow=True),
     # quickstart
     "quickstart --override": Row(QUICKSTART, "... -o Engine.max_steps=2", "step_2/", slow=True),
     "quickstart --dir": Row(QUICKSTART, "... --dir there", "there/corpus", slow=True),
