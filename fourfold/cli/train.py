@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from fourfold import storage
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import UserError, say
 from fourfold.processors import threads_of_rank
@@ -253,7 +254,7 @@ def _fit_in_processes(
 
         preload(layout_of(config))
     foreign = partial(_open_foreign, config)
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     # Held over restarts, and by all ranks, since it is inherited.
     held = claim(output_dir)
     if hang_seconds is None:
@@ -336,7 +337,7 @@ def _train_on_machines(
         from fourfold.parallel import layout_of, preload
 
         preload(layout_of(config))
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     patience = config.Distributed.timeout_seconds
     if lost_seconds is None:
         lost_seconds = min(ELASTIC_LOST_SECONDS, patience) if machines.elastic else patience

@@ -6,10 +6,9 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.checkpoint import RankGroup
 from fourfold.comm_timer import excluded
 from fourfold.config import Config
@@ -20,8 +19,9 @@ from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
 from fourfold.engine.preflight import preflight
+from fourfold.engine.remote_run import RemoteRun
 from fourfold.engine.run_data import RunData
-from fourfold.engine.updates import StepResult, updates_of
+from fourfold.engine.updates import Asked, StepResult, updates_of
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Meter, Sinks, StepOutcome, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
@@ -32,7 +32,7 @@ from fourfold.parallel.precision import (
     unmet_list_entries,
 )
 from fourfold.parallel.recompute import needless_offload_notice
-from fourfold.signals import StopRequest
+from fourfold.signals import SaveRequest, StopRequest
 
 
 class Engine:
@@ -62,7 +62,10 @@ class Engine:
         if claim is not None:
             self.ranks = replace(self.ranks, may_commit=claim.check)
         self.batch_schedule = config.batch_schedule
-        self.output_dir = Path(config.Engine.save_load.output_dir)
+        # Of one at an address, what stands for it here.
+        self.output_dir = storage.local_path(config.Engine.save_load.output_dir)
+        self.remote = RemoteRun.of(self.output_dir, self.mesh.rank)
+        self.save_request = SaveRequest(self.output_dir, watches_file=self.mesh.rank == 0)
         self.schedule = build_schedule(config)
         self.loss_scale = (
             LossScale(config.Engine.mix_precision.scale_loss)
@@ -88,6 +91,8 @@ class Engine:
             if self.claim is not None:
                 closing.callback(self.claim.release)
             closing.callback(self.data.close)
+            if self.remote is not None:
+                self.mesh.on_all_ranks(self.remote.open)
             if save and self.mesh.rank == 0:
                 self.notices += self.data.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
@@ -111,6 +116,8 @@ class Engine:
                     watch.sinks.notice("The training process is complete.")
                 if self.mesh.rank == 0 and save:
                     self._draw(watch.sinks)
+                if self.remote is not None and (problem := self.remote.close()):
+                    watch.sinks.notice(problem, level="WARNING")
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
         # Who sends a signal may start the run again; a STOP file is a person's, and final.
@@ -167,10 +174,11 @@ class Engine:
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             last, evaluates, saves, checks = self._due_now(save)
-            outcomes, stopping = self._train_step(batch, meter, sinks, stop)
+            outcomes, stopping, requested = self._train_step(batch, meter, sinks, stop)
+            saves = saves or (save and requested)
             if last or evaluates or saves or checks or stopping or self.guard.gave_up:
                 # What follows speaks of this very step.
-                rest, asked = self._settle(sinks, of_all=True)
+                rest, asked, _ = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
             watch.end_step(outcomes)
             if self.guard.gave_up:
@@ -206,7 +214,7 @@ class Engine:
 
     def _train_step(
         self, batch: Batch, meter: Meter, sinks: Sinks, stop: StopRequest
-    ) -> tuple[list[StepOutcome], bool]:
+    ) -> tuple[list[StepOutcome], bool, bool]:
         """Forward, backward and, unless something is not finite, the update.
 
         Returns what has become known: on a CPU of this step, on a GPU of the one before.
@@ -216,14 +224,19 @@ class Engine:
             share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
             self.saves.before_update()
-            rate, asked = self.schedule.lr_at(self.step), stop.reason() is not None
+            if self.saves.is_committed:
+                self.save_request.committed()
+            rate = self.schedule.lr_at(self.step)
+            asked = Asked(stop.reason() is not None, self.save_request.asked())
             self.updates.apply(self.step, share, rate, scale, asked)
             return self._settle(sinks)
 
-    def _settle(self, sinks: Sinks, *, of_all: bool = False) -> tuple[list[StepOutcome], bool]:
+    def _settle(
+        self, sinks: Sinks, *, of_all: bool = False
+    ) -> tuple[list[StepOutcome], bool, bool]:
         """Take in the results that are known, or all: their outcomes, and whether any rank was
-        asked to stop."""
-        outcomes, stopping = [], False
+        asked to stop, or to save."""
+        outcomes, stopping, saving_asked = [], False, False
         for result in self.updates.results(of_all=of_all):
             if not self.guard.admits(result, self.loss_scale):
                 sinks.event(
@@ -236,7 +249,8 @@ class Engine:
                 )
             outcomes.append(self._outcome(result))
             stopping |= result.stops
-        return outcomes, stopping
+            saving_asked |= result.saves
+        return outcomes, stopping, saving_asked
 
     @excluded()
     def _evaluate(

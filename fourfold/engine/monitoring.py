@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fourfold import storage
 from fourfold.checkpoint import write_times
 from fourfold.comm_timer import comm_times
 from fourfold.config import Config
@@ -81,7 +81,7 @@ class Monitoring:
         self.style = line_style(config, mesh.size)
         self.sinks, port = Sinks(), None
         if mesh.rank == 0:
-            output_dir = Path(config.Engine.save_load.output_dir)
+            output_dir = storage.local_path(config.Engine.save_load.output_dir)
             port = _metrics_port(config, done_steps)
             self.sinks = open_sinks(
                 output_dir,

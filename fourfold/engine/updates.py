@@ -1,7 +1,7 @@
 """The end of a step: what all ranks agree on, the update, and when the host learns of it.
 
-Loss, norm of the gradient and requests to stop are summed over all ranks in one message; an update
-with a loss or norm that is not finite is skipped.
+Loss, norm of the gradient and requests to stop or to save are summed over all ranks in one message;
+an update with a loss or norm that is not finite is skipped.
 
 `HostUpdates` decides on the host, where the numbers of a CPU are anyway. On a GPU that would empty
 its queue in every step: the host would wait for the backward pass, and the GPU then for the host.
@@ -14,13 +14,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fourfold.optim import DeviceLossScale, LossScale, Optimizer
 from fourfold.parallel import Runner
+
+
+class Asked(NamedTuple):
+    """Whether this rank was asked to stop the run, and to save it."""
+
+    stop: bool = False
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class StepResult:
     norm: float  # of the gradient, after unscaling
     loss_scale: float
     stops: bool  # whether any rank was asked to stop
+    saves: bool = False  # whether any was asked to save
 
     @property
     def finite(self) -> bool:
@@ -44,11 +52,11 @@ class Updates(Protocol):
         """What to multiply the next step's loss with."""
 
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: Asked
     ) -> None:
         """Update the weights with the gradients of `step`, and clear these.
 
-        `share` is this rank's of the loss; `asked`, whether it was asked to stop.
+        `share` is this rank's of the loss; `asked`, what it was asked for.
         """
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
@@ -74,13 +82,13 @@ class HostUpdates:
         return loss_scale.value if loss_scale else 1.0
 
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: Asked
     ) -> None:
         scale = float(scale)
         squares = float(self.runner.squared_norm())
-        loss, squares, stops = self.runner.mesh.all_reduce(float(share), squares, asked)
+        loss, squares, stops, saves = self.runner.mesh.all_reduce(float(share), squares, *asked)
         norm = math.sqrt(squares) / scale
-        result = StepResult(step, loss, norm, scale, stops > 0)
+        result = StepResult(step, loss, norm, scale, stops > 0, saves > 0)
         if result.finite:
             self.optimizer.update(learning_rate, norm, scale)
             self.runner.sync_weights_from_masters()
@@ -101,7 +109,7 @@ class DeviceUpdates:
         self.loss_scale: DeviceLossScale | None = None
         self.unread: deque[Unread] = deque()
         # Two are under way at most; the copy to pinned memory does not make the host wait.
-        self.messages = [torch.empty(4, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self.messages = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(2)]
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         if loss_scale is None:
@@ -113,20 +121,20 @@ class DeviceUpdates:
 
     @torch.no_grad()
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: Asked
     ) -> None:
         # Filled, not copied: a copy from the host would be waited for.
-        stops = share.new_full((), float(asked), dtype=torch.float64)
-        agreed = torch.stack([share.double(), self.runner.squared_norm(), stops])
+        requests = [share.new_full((), float(one), dtype=torch.float64) for one in asked]
+        agreed = torch.stack([share.double(), self.runner.squared_norm(), *requests])
         self.runner.mesh.all_reduce_(agreed)
-        loss, squares, stops = agreed.unbind()
+        loss, squares, stops, saves = agreed.unbind()
         norm = squares.sqrt() / scale
         overflowed = ~(loss.isfinite() & norm.isfinite())
         self.optimizer.update(learning_rate, norm, scale, found_inf=overflowed.float())
         self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
         used = scale if isinstance(scale, Tensor) else torch.full_like(loss, scale)
-        self._send(step, torch.stack([loss, norm, used, stops]))
+        self._send(step, torch.stack([loss, norm, used, stops, saves]))
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
 
@@ -151,10 +159,10 @@ class Unread:
     """The result of a step on its way to the host."""
 
     step: int
-    message: Tensor  # loss, norm, loss scale, requests to stop
+    message: Tensor  # loss, norm, loss scale, requests to stop and to save
     arrived: torch.cuda.Event
 
     def read(self) -> StepResult:
         self.arrived.synchronize()
-        loss, norm, scale, stops = self.message.tolist()
-        return StepResult(self.step, loss, norm, scale, stops > 0)
+        loss, norm, scale, stops, saves = self.message.tolist()
+        return StepResult(self.step, loss, norm, scale, stops > 0, saves > 0)
