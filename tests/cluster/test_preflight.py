@@ -137,7 +137,7 @@ def test_a_directory_that_is_not_shared_is_named(machines: Machines) -> None:
 def describe(place: Path, steps: int) -> Path:
     values = json.loads(json.dumps(TINY))
     values["Engine"] |= {"max_steps": steps, "eval_freq": 0, "test_iters": 0}
-    values["Engine"]["save_load"] = {"save_steps": 20, "output_dir": str(place / "run")}
+    values["Engine"]["save_load"] = {"save_steps": 10, "output_dir": str(place / "run")}
     values["Data"]["batch_size"] = {"global_batch_size": 8, "micro_batch_size": 1}
     # Enough to send that a slow link counts.
     values["Model"] |= {"hidden_size": 128, "num_layers": 4}
