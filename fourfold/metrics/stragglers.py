@@ -215,6 +215,7 @@ class Stragglers:
         self.on_gpu = on_gpu
         self.evidence = Suspicion()
         self._windows: list[tuple[int, Sequence[OwnTimes]]] = []
+        self._named_links: set[Hashable] = set()
         self._look_seconds = 0.0
         self._first: dict[Hashable, float] = {}  # figures that have no peers, as they began
 
@@ -342,6 +343,9 @@ class Stragglers:
         for key in self.evidence.take(found, figures, bound.factor, ENOUGH_OF_LINKS, weight):
             assert isinstance(key, tuple)
             who, value, middle = key[2], figures[key], found[key]
+            if who in self._named_links:
+                continue  # for another kind, which one fault seldom leaves alone
+            self._named_links.add(who)
             hosts = self.machines.hosts
             if isinstance(who, tuple):
                 host = " and ".join(hosts[end] for end in who)
