@@ -21,7 +21,10 @@ from fourfold.metrics.stragglers import Bound, best_links, outliers
 
 # A processor is shared with whatever else runs; GPUs of one kind differ by a few percent.
 CPU_RATE, GPU_RATE = Bound(2.0, 0.0), Bound(1.2, 0.0)
+# Latencies in seconds, rates as seconds a byte.
 LATENCY, RATE, LOSS = Bound(3.0, 5e-4), Bound(2.0, 0.0), Bound(3.0, 0.003)
+# Between containers of one machine its processors carry every byte, as fast as they find time.
+SHARED_LATENCY, SHARED_RATE = Bound(5.0, 3e-3), Bound(4.0, 2e-8)
 DISK, SYNC = Bound(4.0, 0.0), Bound(5.0, 0.05)
 MEMORY = Bound(3.0, 0.0)
 # Where there is nothing to compare with: no network or disk to train on.
@@ -186,11 +189,15 @@ def slow_links(found: Preflight) -> list[PreflightFinding]:
     named = []
     # What processes of one machine send each other depends on what else its processors do.
     on_cpu = found.facts[0].device == "CPU"
+    shares = len(set(machines.kernels)) < len(machines)
+    bounds = (SHARED_RATE, SHARED_LATENCY) if shares else (RATE, LATENCY)
     for links in (far,) if on_cpu else (far, near):
         slowness = {p: 1 / v.bytes_per_second for p, v in links.items()}
         latency = {p: v.latency_seconds for p, v in links.items()}
-        named += _judge(machines, slowness, RATE, 1 / SLOWEST_LINK, "rate", _said_rate)
-        named += _judge(machines, latency, LATENCY, SLOWEST_LATENCY_SECONDS, "latency", _said_time)
+        named += _judge(machines, slowness, bounds[0], 1 / SLOWEST_LINK, "rate", _said_rate)
+        named += _judge(
+            machines, latency, bounds[1], SLOWEST_LATENCY_SECONDS, "latency", _said_time
+        )
     leads = [ranks[0] for ranks in machines.ranks]
     lost = {(leads[a], leads[b]): share for (a, b), share in found.lost.items()}
     named += _judge(machines, lost, LOSS, MOST_LOSS, "loss", lambda share: f"{share:.1%}")

@@ -15,9 +15,9 @@ A figure is compared with the median of its peers: ranks of the same pipeline st
 equal, or links of other machines. Noise must not name anyone, so `outliers` asks for a factor, for
 a difference that matters, and for a distance of several spreads; and `Suspicion` gathers over looks
 of at least `LOOK_SECONDS`: a figure just over the factor must be there for twelve in a row, one far
-over it for five, one beyond six times its peers for three. One look below the factor, and the
-count begins anew. Five, because other work on a machine makes one look in twenty far too long: five
-in a row happen to one rank in three million.
+over it for five, a rank six times as slow as its peers for three, or two long ones. One look below
+the factor, and the count begins anew. Five, because other work on a machine makes one look in
+twenty far too long: five in a row happen to one rank in three million.
 A round trip of TCP is late far more often, for an acknowledgement may be held back; so a link must
 stay slow for twelve looks, or for four long ones.
 """
@@ -39,7 +39,9 @@ ENOUGH = 12.0  # evidence, see `Suspicion`
 ENOUGH_OF_LINKS = 30.0
 ENOUGH_OF_SAVES = 5.0  # of which there are few, each a look of its own
 MOST_AT_ONCE = 2.5
-OUT_OF_REACH, MOST_OUT_OF_REACH = 6.0, 4.0  # a ratio that noise does not reach, and what it adds
+OUT_OF_REACH = 6.0  # a ratio that noise does not reach
+MOST_OUT_OF_REACH, MOST_IN_LONG_LOOK = 4.0, 6.0
+LONG_LOOK_SECONDS = 5.0
 LONGEST_LOOK = 3.0  # how many short ones a long look of a link counts for, at most
 SPREADS = 4.0
 UNEVEN_STAGES = 2.0  # embeddings and head make a stage up to this much busier than others
@@ -108,7 +110,7 @@ class Suspicion:
         factor: float,
         enough: float = ENOUGH,
         weight: float = 1.0,
-        out_of_reach: float = math.inf,
+        most_out_of_reach: float = MOST_AT_ONCE,
     ) -> list[Key]:
         """The suspects of one kind among `found` that this look makes certain.
 
@@ -122,7 +124,7 @@ class Suspicion:
         for key, middle in found.items():
             ratio = figures[key] / max(middle, 1e-12)
             gain = 2 * math.log(max(ratio, factor)) / math.log(factor) - 1
-            most = MOST_AT_ONCE if ratio < out_of_reach else MOST_OUT_OF_REACH
+            most = MOST_AT_ONCE if ratio < OUT_OF_REACH else most_out_of_reach
             self.against[key] = self.against.get(key, 0.0) + weight * min(gain, most)
             if self.against[key] >= enough and key not in self.named:
                 self.named.add(key)
@@ -213,6 +215,8 @@ class Stragglers:
         self.on_gpu = on_gpu
         self.evidence = Suspicion()
         self._windows: list[tuple[int, Sequence[OwnTimes]]] = []
+        self._named_links: set[Hashable] = set()
+        self._look_seconds = 0.0
         self._first: dict[Hashable, float] = {}  # figures that have no peers, as they began
 
     def look(self, times: Sequence[OwnTimes], steps: int = 1) -> list[Straggler]:
@@ -221,7 +225,7 @@ class Stragglers:
         seconds = sum(count * rows[0].batch_seconds for count, rows in self._windows)
         if seconds < LOOK_SECONDS:
             return []
-        windows, self._windows = self._windows, []
+        windows, self._windows, self._look_seconds = self._windows, [], seconds
         merged = [
             _merged([(count, rows[rank]) for count, rows in windows]) for rank in range(len(times))
         ]
@@ -339,6 +343,9 @@ class Stragglers:
         for key in self.evidence.take(found, figures, bound.factor, ENOUGH_OF_LINKS, weight):
             assert isinstance(key, tuple)
             who, value, middle = key[2], figures[key], found[key]
+            if who in self._named_links:
+                continue  # for another kind, which one fault seldom leaves alone
+            self._named_links.add(who)
             hosts = self.machines.hosts
             if isinstance(who, tuple):
                 host = " and ".join(hosts[end] for end in who)
@@ -388,7 +395,8 @@ class Stragglers:
             if share > bound.factor * usual and own[rank] - usual * others > bound.floor:
                 found[phase, rank] = others
         figures = {(phase, rank): value for rank, value in enumerate(own)}
-        certain = self.evidence.take(found, figures, bound.factor, out_of_reach=OUT_OF_REACH)
+        most = MOST_IN_LONG_LOOK if self._look_seconds > LONG_LOOK_SECONDS else MOST_OUT_OF_REACH
+        certain = self.evidence.take(found, figures, bound.factor, most_out_of_reach=most)
         return [(rank, found[phase, rank]) for _, rank in certain]
 
     def _straggler(

@@ -137,7 +137,7 @@ def test_a_directory_that_is_not_shared_is_named(machines: Machines) -> None:
 def describe(place: Path, steps: int) -> Path:
     values = json.loads(json.dumps(TINY))
     values["Engine"] |= {"max_steps": steps, "eval_freq": 0, "test_iters": 0}
-    values["Engine"]["save_load"] = {"save_steps": 20, "output_dir": str(place / "run")}
+    values["Engine"]["save_load"] = {"save_steps": 10, "output_dir": str(place / "run")}
     values["Data"]["batch_size"] = {"global_batch_size": 8, "micro_batch_size": 1}
     # Enough to send that a slow link counts.
     values["Model"] |= {"hidden_size": 128, "num_layers": 4}
@@ -246,4 +246,5 @@ def test_a_clean_run_names_nobody(number: int, machines: Machines, place: Path) 
     words = ["train", "-c", str(describe(place, 60))]
     commands = start_all(machines, words, 29610 + number)
     assert [command.wait(240) for command in commands] == [0] * COUNT, commands[0].output()
-    assert not records(place, "straggler") and not records(place, "preflight")
+    named = [*records(place, "straggler"), *records(place, "preflight")]
+    assert not named, json.dumps(named, indent=1)
