@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fourfold import storage
 from fourfold.config import Config, ConfigSource, read_config
 from fourfold.config.auto_constraints import is_auto_requested, read_constraints, without_layout
 from fourfold.config.load import validate
@@ -284,9 +285,9 @@ def _planned(
     sizes: tuple[int, int],
     limit: int | None,
 ) -> Job:
-    words = ["train", "-c", str(request.file)]
+    words = ["train", "-c", storage.name_of(request.file)]
     words += [word for text in request.overrides for word in ("-o", text)]
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     job = Job(
         name=request.name or _name_of(output_dir),
         nodes=sizes[0],

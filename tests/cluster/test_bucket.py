@@ -99,7 +99,7 @@ def kill_during_uploads(machines: Machines, kills: int, seed: int) -> None:
 def killed_once(machines: Machines, config: Path, chance: random.Random, before: int) -> int:
     """Start both, kill them some steps later, and look at what is in the bucket."""
     jobs = [start(machines, config, node) for node in (0, 1)]
-    goal = f"global step {before + chance.randint(2, 4)},"
+    goal = f"global step {before + chance.randint(3, 5)},"
     wait_until(
         lambda: (
             any(goal in job.output() for job in jobs)
@@ -109,6 +109,8 @@ def killed_once(machines: Machines, config: Path, chance: random.Random, before:
         180,
         lambda: f"{goal}: {jobs[0].output()[-3000:]}",
     )
+    ended = [job for job in jobs if job.returncode is not None]
+    assert not ended, ended[0].output()[-3000:] + logs(machines)[-3000:]
     time.sleep(chance.uniform(0, 1))
     for job in chance.sample(jobs, 2):
         if job.returncode is None:
