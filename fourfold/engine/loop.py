@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,11 @@ class Engine:
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
         restored = saving.resume(self)
-        if restored is None:
-            return
+        if restored is not None:
+            self.take(restored)
+
+    def take(self, restored: saving.Restored) -> None:
+        """Continue with a state that the tensors were filled from."""
         self.step = restored.step
         self.guard.skipped = restored.skipped_updates
         if self.loss_scale is not None and restored.loss_scale is not None:
@@ -167,6 +171,23 @@ class Engine:
             sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
         return stopping
 
+    def advance(self, look: Callable[[Batch, float], None] | None = None) -> StepResult:
+        """One step by itself, as `fit` computes it: nothing is logged, evaluated or saved.
+
+        `look` is called between the backward pass and the update with the batch and the loss scale,
+        on all ranks.
+        """
+        batch = self.data.loaders["train"].batch(self.step)
+        self.step += 1
+        scale = self.updates.scale_of(self.loss_scale)
+        share = self.runner.run(batch, self.step, scale)
+        if look is not None:
+            look(batch, float(scale))
+        self.updates.apply(self.step, share, self.schedule.lr_at(self.step), scale, False)
+        (result,) = self.updates.results(of_all=True)
+        self.guard.admits(result, self.loss_scale)
+        return result
+
     def _due_now(self, save: bool) -> tuple[bool, bool, bool, bool]:
         """Whether the step is the last, and whether it is followed by an evaluation, a save, a
         check."""
@@ -208,7 +229,7 @@ class Engine:
                     loss=result.loss,
                     grad_norm=result.norm,
                     loss_scale=result.loss_scale,
-                    sample_ids=[*self.batch_schedule.samples_of(result.step - 1)],
+                    sample_ids=self.data.loaders["train"].sample_ids(result.step - 1),
                 )
             outcomes.append(self._outcome(result))
             stopping |= result.stops

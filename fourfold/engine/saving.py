@@ -292,7 +292,15 @@ def resume(run: Engine) -> Restored | None:
     told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
     if told is None:
         return None
-    source = SavedRun(**json.loads(told))
+    return _restore(run, SavedRun(**json.loads(told)))
+
+
+def restore_from(run: Engine, directory: Path) -> Restored:
+    """Fill the run's tensors from this checkpoint of its own, or one before it; a collective."""
+    return _restore(run, run.mesh.on_all_ranks(lambda: _describe(directory)))
+
+
+def _restore(run: Engine, source: SavedRun) -> Restored:
     restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
     restored = restore(run, source)
     sync_tied_copy(run.runner, run.optimizer)
@@ -346,7 +354,8 @@ def _continue(run: Engine, source: SavedRun) -> Restored:
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     if consumed != run.batch_schedule.consumed(step):
         notices += run.change_batch(step, consumed)
-    about_data = run.data.restore(state, consumed, str(path))
+    about_data = run.mesh.rank_0_first(lambda: run.data.restore(state, consumed, str(path)))
+    run.batch_schedule = run.config.batch_schedule
     if "optim." not in ignored:
         run.optimizer.restore_updates(int(state["optimizer_updates"]))
     scale = state["loss_scale"]
