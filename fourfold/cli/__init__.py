@@ -37,6 +37,8 @@ VERBS = {
     "data": "data",
     "checkpoint": "checkpoint",
     "config": "config",
+    "replay": "question",
+    "prove": "question",
 }
 
 

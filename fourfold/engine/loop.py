@@ -97,7 +97,7 @@ class Engine:
                 watch.compare(self.step)
                 if not stopped:
                     with watch.meter.timed("evaluate", self.step):
-                        self._evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
+                        self.evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
                 if self.mesh.rank == 0 and save:
                     self._draw(watch.sinks)
@@ -161,7 +161,7 @@ class Engine:
                 self.runner.check_replicas(f"step {self.step}")
             if evaluates and not stopping:
                 with meter.timed("evaluate", self.step):
-                    stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
+                    stopping = self.evaluate(sinks, "eval", engine.eval_iters, stop)
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
@@ -231,12 +231,12 @@ class Engine:
                     loss_scale=result.loss_scale,
                     sample_ids=self.data.loaders["train"].sample_ids(result.step - 1),
                 )
-            outcomes.append(self._outcome(result))
+            outcomes.append(self.outcome(result))
             stopping |= result.stops
         return outcomes, stopping
 
     @excluded()
-    def _evaluate(
+    def evaluate(
         self, sinks: Sinks, part: Literal["eval", "test"], iterations: int, stop: StopRequest
     ) -> bool:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones.
@@ -264,7 +264,7 @@ class Engine:
         sinks.evaluation(
             part,
             step=self.step,
-            epoch=self._epoch(self.step),
+            epoch=self.epoch(self.step),
             batch=iterations - 1,
             loss=loss,
             seconds=seconds,
@@ -321,10 +321,10 @@ class Engine:
                 watch.sinks.notice(line)
         return watch
 
-    def _outcome(self, result: StepResult) -> StepOutcome:
+    def outcome(self, result: StepResult) -> StepOutcome:
         return StepOutcome(
             step=result.step,
-            epoch=self._epoch(result.step),
+            epoch=self.epoch(result.step),
             batch=result.step - 1,
             loss=result.loss,
             # As the originals do: the rate shown is the one the next step will use.
@@ -334,7 +334,7 @@ class Engine:
             skipped=self.guard.skipped,
         )
 
-    def _epoch(self, step: int) -> int:
+    def epoch(self, step: int) -> int:
         """How often the run had been through its training split before `step`."""
         seen = self.batch_schedule.consumed(step - 1)
         train = self.data.samples["train"]

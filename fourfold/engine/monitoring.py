@@ -30,7 +30,7 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
-from fourfold.metrics.jsonl import RunFacts
+from fourfold.metrics.jsonl import RunFacts, processor_of
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.model import ModelShape
@@ -86,6 +86,9 @@ class Monitoring:
                 world_size=mesh.size,
                 peak_flops=self.peak.flops,
                 peak_source=self.peak.source,
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                processor=processor_of(),
             )
         )
         self.profiler = _profiler(config, mesh, self.sinks)

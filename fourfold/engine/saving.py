@@ -103,6 +103,7 @@ def save(
             _tell_failure(run, sinks, run.step, reason, final)
         elif run.saves.pending is None:
             run.saves.succeeded(path)
+        sinks.seal()
     return path
 
 
@@ -165,7 +166,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
 def _save_once(run: Engine, in_background: bool) -> None:
     tensors = tensors_to_save(run.runner, run.optimizer)
     keep_last = run.config.Engine.save_load.keep_last
-    given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.ranks)
+    given = (run.output_dir, run.step, tensors, state_of(run), keep_last, run.ranks)
     if in_background:
         run.saves.pending = checkpoint.begin_save(*given, in_place=True)
         run.saves.pending_step = run.step
@@ -253,7 +254,8 @@ def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
     return None, [notice]
 
 
-def _state(run: Engine) -> dict[str, Any]:
+def state_of(run: Engine) -> dict[str, Any]:
+    """What a checkpoint saved now keeps besides tensors."""
     consumed = run.batch_schedule.consumed(run.step)
     return {
         "version": __version__,

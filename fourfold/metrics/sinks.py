@@ -102,6 +102,13 @@ class Sinks:
         for line in lines:
             self._write("notice", {"level": level, "text": line})
 
+    def seal(self) -> None:
+        """With a checkpoint: what was recorded so far can be proved unchanged later."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                with self._surviving(sink):
+                    sink.seal()
+
     def close(self) -> None:
         for sink in self._sinks:
             with self._surviving(sink):

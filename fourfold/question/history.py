@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
 from fourfold import checkpoint
@@ -28,7 +29,7 @@ from fourfold.data.provenance import StepSamples
 from fourfold.engine.run_data import RunData, open_run_data
 from fourfold.errors import CheckpointError, UserError
 from fourfold.mesh import Layout
-from fourfold.metrics.jsonl import FILE_NAME, read_jsonl
+from fourfold.metrics.jsonl import FILE_NAME, RunFacts, read_facts, read_jsonl
 from fourfold.parallel import layout_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,15 @@ class RunHistory:
             if record.get("kind") == "train" and record.get("step") == step:
                 return record
         return None
+
+    def facts(self, step: int) -> RunFacts | None:
+        """What the process that computed a step knew of itself."""
+        found = None
+        for record in self.records:
+            if record.get("kind") == "train" and record.get("step", 0) > step:
+                break
+            found = read_facts(record) or found
+        return found
 
     def state(self, step: int) -> dict[str, Any]:
         return checkpoint.read_state(self.checkpoints[step])
@@ -226,14 +236,20 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def on_ranks(
-    world_size: int, scratch: Path, work: Callable[[], Any], config: Config
+    world_size: int,
+    scratch: Path,
+    work: Callable[[], Any],
+    config: Config,
+    threads: int | None = None,
 ) -> tuple[int, Any]:
     """`work` on the ranks of this machine: the exit code, and what rank 0 returned, as JSON would.
 
-    One process does it here; several are forked and watched as training is.
+    One process does it here; several are forked and watched as training is. `threads` are those of
+    each, as the run had them: they decide how sums are cut.
     """
     if world_size == 1:
-        return 0, json.loads(json.dumps(work()))
+        with _threads(threads):
+            return 0, json.loads(json.dumps(work()))
     from fourfold.launch.supervisor import supervise
     from fourfold.parallel import preload
     from fourfold.processors import threads_of_rank
@@ -252,10 +268,22 @@ def on_ranks(
         scratch / "logs",
         hang_seconds=config.Distributed.timeout_seconds,
         stop_seconds=config.Distributed.timeout_seconds,
-        threads=threads_of_rank(world_size, take_turns=layout_of(config).pp > 1),
+        threads=threads or threads_of_rank(world_size, take_turns=layout_of(config).pp > 1),
         echo=lambda line: None,
     )
     return code, json.loads(answer.read_text()) if code == 0 else None
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None and number != before:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 def _with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
