@@ -134,6 +134,35 @@ class SaveLoadSection(Section):
     )
 
 
+class SpikesSection(Section):
+    action: Literal["none", "warn", "skip", "rewind"] = key(
+        "none",
+        "What to do about a loss spike: none does not look for any; warn says so and writes which "
+        "documents it was to spikes/ in output_dir; skip also holds its update back; rewind goes "
+        "back to the checkpoint before it and on without the samples of the steps in question.",
+    )
+    window: Annotated[Count, Ge(8)] = key(
+        64,
+        "Steps that the band around loss and gradient norm is made of: their median and median "
+        "absolute deviation. There is no decision before so many are known.",
+    )
+    threshold: Positive = key(
+        8.0,
+        "How many times their spread loss or gradient norm must be above the median. The spread is "
+        "1.4826 times the median absolute deviation, and at least 2 % of the median loss or 25 % "
+        "of the median norm.",
+    )
+    warm_up: CountOrZero = key(100, "Steps at the start of a run without a decision.")
+    steps: Count = key(
+        1,
+        "With rewind: the steps whose samples are left out, the one that spiked and those before "
+        "it.",
+    )
+    most: CountOrZero = key(
+        3, "With rewind: how often a run may go back. After that, spikes are only reported."
+    )
+
+
 class EngineSection(Section):
     max_steps: Count = key(
         500000,
@@ -183,6 +212,9 @@ class EngineSection(Section):
         10,
         "An update with a non-finite loss or gradient is skipped; after this many in a row the "
         "run stops.",
+    )
+    spikes: SpikesSection = section(
+        SpikesSection, "Steps whose loss or gradient norm is far above what it was before."
     )
     check_replicas_freq: CountOrZero = key(
         0,

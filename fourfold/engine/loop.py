@@ -20,6 +20,7 @@ from fourfold.engine.banner import describe
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
 from fourfold.engine.run_data import RunData
+from fourfold.engine.spikes import Spikes
 from fourfold.engine.updates import StepResult, updates_of
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Meter, Sinks, StepOutcome, plot_losses
@@ -70,6 +71,8 @@ class Engine:
         self.guard = NonFiniteGuard(config.Engine.max_skipped_steps)
         self.step = 0
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
+        watched = config.Engine.spikes.action != "none"
+        self.spikes = Spikes(self, config.Engine.spikes) if watched else None
         self.notices = [*config.notices, *data.notices]
 
     # -- the loop ---------------------------------------------------------------------------
@@ -93,6 +96,8 @@ class Engine:
             watch = self._open_instruments(closing)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
+                if self.spikes is not None:
+                    self._watch_spikes(self.spikes, watch, stop, save)
                 stopped = self._train(watch, stop, save)
                 watch.compare(self.step)
                 if not stopped:
@@ -116,9 +121,20 @@ class Engine:
         self.guard.skipped = restored.skipped_updates
         if self.loss_scale is not None and restored.loss_scale is not None:
             self.loss_scale = restored.loss_scale
+        if self.spikes is not None:
+            self.spikes.restore(restored.spikes)
         if not restored.is_weights_only:
             self.saves.last_good = restored.path
         self.notices += restored.notices
+
+    def _watch_spikes(
+        self, spikes: Spikes, watch: Monitoring, stop: StopRequest, save: bool
+    ) -> None:
+        spikes.watch()
+        self.updates.before_update = spikes.look
+        if spikes.section.action == "rewind" and save and self.step == 0:
+            # So that there is something to go back to from the first step on.
+            saving.save(self, watch.meter, watch.sinks, stop, final=False)
 
     def change_batch(self, step: int, consumed: int) -> list[str]:
         """Continue after `step` steps that read `consumed` samples with another batch than
@@ -154,6 +170,12 @@ class Engine:
                 rest, asked = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
             watch.end_step(outcomes)
+            if (
+                self.spikes is not None
+                and self.spikes.found
+                and self.spikes.answer(watch, stop, save)
+            ):
+                continue  # from an earlier step
             if self.guard.gave_up:
                 saved = saving.save_what_is_left(self, meter, sinks, stop)
                 raise self.guard.failure(self.step, saved)
@@ -183,9 +205,13 @@ class Engine:
         share = self.runner.run(batch, self.step, scale)
         if look is not None:
             look(batch, float(scale))
-        self.updates.apply(self.step, share, self.schedule.lr_at(self.step), scale, False)
+        limits = None if self.spikes is None else self.spikes.limits(self.step)
+        rate = self.schedule.lr_at(self.step)
+        self.updates.apply(self.step, share, rate, scale, False, limits)
         (result,) = self.updates.results(of_all=True)
         self.guard.admits(result, self.loss_scale)
+        if self.spikes is not None:
+            self.spikes.take(result)
         return result
 
     def _due_now(self, save: bool) -> tuple[bool, bool, bool, bool]:
@@ -209,12 +235,16 @@ class Engine:
         Returns what has become known: on a CPU of this step, on a GPU of the one before.
         """
         scale = self.updates.scale_of(self.loss_scale)
+        limits = None
+        if self.spikes is not None:
+            self.spikes.begin(self.step, batch)
+            limits = self.spikes.limits(self.step)
         with meter.timed("forward_backward", self.step):
             share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
             self.saves.before_update()
             rate, asked = self.schedule.lr_at(self.step), stop.reason() is not None
-            self.updates.apply(self.step, share, rate, scale, asked)
+            self.updates.apply(self.step, share, rate, scale, asked, limits)
             return self._settle(sinks)
 
     def _settle(self, sinks: Sinks, *, of_all: bool = False) -> tuple[list[StepOutcome], bool]:
@@ -231,6 +261,8 @@ class Engine:
                     loss_scale=result.loss_scale,
                     sample_ids=self.data.loaders["train"].sample_ids(result.step - 1),
                 )
+            if self.spikes is not None:
+                self.spikes.take(result)
             outcomes.append(self.outcome(result))
             stopping |= result.stops
         return outcomes, stopping

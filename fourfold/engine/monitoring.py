@@ -117,6 +117,12 @@ class Monitoring:
         if record is not None:
             self.sinks.train(self._with_ranks(record) if self.mesh.size > 1 else record)
 
+    def rewind(self, step: int) -> None:
+        """The run goes on after an earlier step: what was recorded of later ones is dropped."""
+        self.sinks.rewind(step)
+        self.meter.restart()
+        self.reported_step, self.waited_before = step, comm_times.copy()
+
     def compare(self, step: int) -> None:
         """At the end: predicted against measured; a collective."""
         if self.comparison is None:

@@ -265,6 +265,7 @@ def state_of(run: Engine) -> dict[str, Any]:
         "skipped_updates": run.guard.skipped,
         "loss_scale": vars(run.loss_scale) if run.loss_scale else None,
         **run.data.state(consumed),
+        **({} if run.spikes is None else {"spikes": run.spikes.state()}),
         "config": run.config.to_dict(),
     }
 
@@ -282,6 +283,7 @@ class Restored:
     step: int = 0
     skipped_updates: int = 0
     loss_scale: LossScale | None = None
+    spikes: dict[str, Any] | None = None  # what the detector had seen
 
 
 def resume(run: Engine) -> Restored | None:
@@ -367,6 +369,7 @@ def _continue(run: Engine, source: SavedRun) -> Restored:
         step=step,
         skipped_updates=int(state["skipped_updates"]),
         loss_scale=LossScale(**scale) if scale else None,
+        spikes=state.get("spikes"),
     )
 
 

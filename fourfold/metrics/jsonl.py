@@ -90,6 +90,11 @@ class JsonLines:
     name = FILE_NAME
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._path = path
+        self._open(resume_step)
+
+    def _open(self, resume_step: int) -> None:
+        path = self._path
         self.dropped = _cut_history(path, resume_step) if path.exists() else 0
         self._seal_file = path.with_name(SEAL_NAME)
         self._digest = hashlib.sha256(path.read_bytes() if path.exists() else b"")
@@ -100,6 +105,12 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         self._unwritten.append(_line(record).encode())
         self._write_all()
+
+    def rewind(self, step: int) -> None:
+        """Continue after the records of an earlier step, as a resumed run would."""
+        self._write_all()
+        self._file.close()
+        self._open(step)
 
     def seal(self) -> None:
         """Record what the file holds by now."""

@@ -45,8 +45,8 @@ from fourfold.tools.tokens.verify import verify
 if TYPE_CHECKING:
     from fourfold.engine import Engine
 
-# Relative, of a tensor's norm, where bits cannot be the same. Adam makes a step of the rounding of a
-# gradient that is nearly zero.
+# Relative, of a tensor's norm, where bits cannot be the same. Adam makes a step of the rounding of
+# a gradient that is nearly zero.
 TENSOR_TOLERANCE = 1e-2
 # Of a checkpoint's state: what follows from the steps before it.
 OF_STATE = (
@@ -88,7 +88,7 @@ class Proof:
         """Look at everything; recompute all steps, or as many as `sample` drawn at random."""
         history = RunHistory(self.run)
         with scratch_directory() as scratch:
-            sound = []
+            sound: list[int] = []
             for finding in self._files(history, sound):
                 yield self._note(finding)
             for look in (self._data, self._log):
@@ -133,7 +133,13 @@ class Proof:
             result = verify(prefix_of(source.path), config.Model.vocab_size)
             for problem in result.problems:
                 yield Finding("data", str(source.path), problem)
-            self.unchecked += [f"{source.path}: {text}" for text in result.unchecked]
+            self.checked += [f"{source.path}: {text}" for text in result.checked]
+            for text in result.unchecked:
+                if source.manifest is not None:
+                    # It was whole when it was written.
+                    yield Finding("data", str(source.path), f"the manifest is damaged: {text}")
+                else:
+                    self.unchecked.append(f"{source.path}: {text}")
         for step in history.checkpoints:
             with suppress(CheckpointError):
                 saved = history.state(step).get("data_fingerprint")
@@ -144,7 +150,6 @@ class Proof:
                     text = "the training data is not what the checkpoint was trained with"
                     yield Finding("data", str(history.checkpoints[step]), text, step)
         data.close()
-        self.checked.append(f"{count_of(len(data.sources), 'dataset')} against its manifest")
 
     def _log(self, history: RunHistory, scratch: Path) -> Iterator[Finding]:
         file = self.run / FILE_NAME
@@ -210,25 +215,26 @@ class Proof:
         self, history: RunHistory, segment: Segment, sound: list[int], scratch: Path
     ) -> Iterator[Finding]:
         """One stretch between checkpoints; from an earlier one where its first is damaged."""
-        assert segment.end is not None
-        start = max((step for step in sound if step < segment.end), default=None)
+        end = segment.end
+        assert end is not None
+        start = max((step for step in sound if step < end), default=None)
         if start is not None and history.state(start).get("weights_only"):
             start = None
-        segment = Segment(history, start, segment.end, segment.values)
+        segment = Segment(history, start, end, segment.values)
         try:
             config = self._config(segment, scratch)
             world = layout_of(config).world_size
-            facts = history.facts(segment.end)
+            facts = history.facts(end)
             threads = None if facts is None else facts.threads
             asked = Recomputed(segment, config, world)
             code, answer = on_ranks(world, scratch, asked.run, config, threads)
         except (UserError, OSError, AssertionError) as error:
             text = f"the steps up to it cannot be computed: {error}"
-            yield Finding("file", str(history.checkpoints[segment.end]), text, segment.end)
+            yield Finding("file", str(history.checkpoints[end]), text, end)
             return
         if code:
             text = "the steps up to it cannot be computed; see above"
-            yield Finding("file", str(history.checkpoints[segment.end]), text, segment.end)
+            yield Finding("file", str(history.checkpoints[end]), text, end)
             return
         for row in answer:
             yield Finding(**row)
@@ -344,8 +350,8 @@ class Recomputed:
     # -- tensors ------------------------------------------------------------------------------
 
     def _compare_checkpoint(self, engine: Engine, step: int) -> None:
-        """Weights, moments and state as computed here with those of a checkpoint, even if its hashes
-        do not fit: that is how a damaged tensor gets its name."""
+        """Weights, moments and state as computed here with those of a checkpoint, even if its
+        hashes do not fit: that is how a damaged tensor gets its name."""
         directory = self.segment.history.checkpoints[step]
         held = tensors_to_load(engine.runner, engine.optimizer)
         saved = {name: shard.of(torch.empty_like(shard.local)) for name, shard in held.items()}

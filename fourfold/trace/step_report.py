@@ -241,7 +241,9 @@ def report_lines(report: Mapping[str, Any], most: int = MOST_SHOWN) -> Iterator[
     documents: Sequence[Mapping[str, Any]] = report["documents"]
     yield ""
     yield f"documents by excess loss ({min(most, len(documents))} of {len(documents)})"
-    rows = [("", "excess", "mean", "tokens", "of the loss", "sample", "document")]
+    rows: list[tuple[str, ...]] = [
+        ("", "excess", "mean", "tokens", "of the loss", "sample", "document")
+    ]
     for number, one in enumerate(documents[:most], start=1):
         first, stop = one["tokens"]
         rows.append(
@@ -280,7 +282,7 @@ def _inside_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"logits from {least:.4g} to {largest:.4g}"
     if norms:
         yield ""
-        rows = [("layer", "gradient norm", "largest activation")]
+        rows: list[tuple[str, ...]] = [("layer", "gradient norm", "largest activation")]
         for layer, norm in norms.items():
             largest = f"{activations[layer]:.4g}" if layer in activations else ""
             rows.append((layer, f"{norm:.6g}", largest))
