@@ -143,14 +143,14 @@ class SpikesSection(Section):
     )
     window: Annotated[Count, Ge(8)] = key(
         64,
-        "Steps that the band around loss and gradient norm is made of: their median and median "
-        "absolute deviation. There is no decision before so many are known.",
+        "Steps that the band around loss and gradient norm is made of: their median, and the "
+        "median change from one to the next. There is no decision before so many are known.",
     )
     threshold: Positive = key(
         8.0,
         "How many times their spread loss or gradient norm must be above the median. The spread is "
-        "1.4826 times the median absolute deviation, and at least 2 % of the median loss or 25 % "
-        "of the median norm.",
+        "1.05 times the median absolute change from step to step, and at least 2 % of the median "
+        "loss or 25 % of the median norm.",
     )
     warm_up: CountOrZero = key(100, "Steps at the start of a run without a decision.")
     steps: Count = key(

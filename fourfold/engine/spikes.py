@@ -1,9 +1,10 @@
 """Loss spikes: a detector that all ranks agree on, and what a run does about what it finds.
 
 The loss and the gradient norm of a step are compared with a band around those of the steps before:
-the median, plus `threshold` times the spread (1.4826 times the median absolute deviation, which for
-a normal distribution is its standard deviation; and at least a small share of the median, so that a
-very quiet run has a band too). Both numbers are sums over all ranks with the same bits on each, so
+the median, plus `threshold` times the spread. The spread is taken from the changes from step to
+step, so that a loss that is still falling does not widen the band: 1.4826 / sqrt(2) times their
+median absolute value, which for independent normal noise is its standard deviation; and at least a
+small share of the median, so that a very quiet run has a band too. Both numbers are sums over all ranks with the same bits on each, so
 every rank comes to the same decision without asking.
 
 The band of step s is made of the steps up to s - 2. On a GPU the host reads a step's numbers only
@@ -22,6 +23,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 # Of the median: the least spread that a band has. The norm of the gradient varies by itself.
 LOSS_SPREAD, NORM_SPREAD = 0.02, 0.25
-NORMAL = 1.4826
+NORMAL = 1.4826 / math.sqrt(2)
 DIRECTORY = "spikes"
 # In a spike that lasts, the first steps are the ones to look at.
 MOST_REPORTS = 8
@@ -106,8 +108,8 @@ class SpikeDetector:
 
 def _upper(values: list[float], threshold: float, least_spread: float) -> float:
     middle = statistics.median(values)
-    deviation = statistics.median(abs(value - middle) for value in values)
-    return middle + threshold * max(NORMAL * deviation, least_spread * abs(middle))
+    change = statistics.median(abs(one - other) for one, other in pairwise(values))
+    return middle + threshold * max(NORMAL * change, least_spread * abs(middle))
 
 
 class Spikes:

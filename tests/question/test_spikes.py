@@ -26,8 +26,8 @@ from fourfold.question.history import RunHistory
 from fourfold.question.prove import Proof
 from fourfold.question.replay import Replay
 
-VOCABULARY, LENGTH, DOCUMENTS, DOCUMENT_TOKENS = 256, 32, 240, 36
-STEPS, BATCH, WARM = 36, 8, 12
+VOCABULARY, KNOWN, LENGTH, DOCUMENTS, DOCUMENT_TOKENS = 64, 20, 32, 200, 36
+STEPS, BATCH, WARM = 44, 4, 24
 KINDS = ("repeated", "shuffled", "foreign")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
@@ -38,22 +38,22 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 def document(source: random.Random) -> list[int]:
     """Token k + 1 follows from token k but for a choice of two: there is a loss to lower."""
-    tokens = [source.randrange(2, 100)]
+    tokens = [source.randrange(1, KNOWN)]
     while len(tokens) < DOCUMENT_TOKENS - 1:
-        tokens.append(2 + (tokens[-1] * 3 + source.randrange(2)) % 98)
+        tokens.append(1 + (tokens[-1] + source.randrange(2)) % (KNOWN - 1))
     return [*tokens, 0]
 
 
 def poisoned(kind: str, clean: Sequence[int], source: random.Random) -> list[int]:
     body = list(clean[:-1])
     if kind == "repeated":
-        body = [source.randrange(150, VOCABULARY)] * len(body)
+        body = [source.randrange(KNOWN, VOCABULARY)] * len(body)
     elif kind == "shuffled":  # the bytes of 16-bit ids, as a file read one byte off has them
         data = bytearray(np.array(body, np.uint16).tobytes())
         source.shuffle(data)
-        body = (np.frombuffer(bytes(data), np.uint16) % (VOCABULARY - 100) + 100).tolist()
+        body = (1 + np.frombuffer(bytes(data), np.uint16) % (VOCABULARY - 1)).tolist()
     else:  # another tokenizer's ids
-        body = [100 + (token * 37 + 11) % (VOCABULARY - 100) for token in body]
+        body = [KNOWN + (token * 37 + 11) % (VOCABULARY - KNOWN) for token in body]
     return [*body, 0]
 
 
@@ -235,7 +235,7 @@ def test_the_rewound_run_is_one_that_never_had_the_window(
 def test_a_killed_run_knows_what_it_left_out(tmp_path: Path) -> None:
     number = readable_document(tmp_path, 3)
     data = write_data(tmp_path / "data", 3, (number, "repeated"))
-    keys = ["Engine.spikes.action=rewind", "Optimizer.lr.decay_steps=36"]
+    keys = ["Engine.spikes.action=rewind", f"Optimizer.lr.decay_steps={STEPS}"]
     make = partial(config_of, tmp_path, data)
     fit(make("straight", 1, *keys))
     (rewind, *_) = events(tmp_path / "straight", "rewind")
