@@ -88,6 +88,7 @@ class Relay:
 _attached: tuple[Board, int] | None = None
 _relay: Relay | None = None
 _last: tuple[int, str] = (0, "start")
+_last_seconds = time.monotonic()
 
 
 def attach(board: Board, rank: int) -> None:
@@ -116,8 +117,15 @@ def beat(step: int, phase: str) -> None:
 
 def alive() -> None:
     """Report that the phase of the last beat makes progress."""
+    global _last_seconds
+    _last_seconds = time.monotonic()
     if _attached is not None:
         board, rank = _attached
         board.beat(rank, *_last)
     if _relay is not None:
         _relay.progress()
+
+
+def last_beat() -> Beat:
+    """This process's own, whether or not anybody supervises it."""
+    return Beat(_last_seconds, *_last)

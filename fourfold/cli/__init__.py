@@ -30,6 +30,7 @@ VERBS = {
     "convert": "convert",
     "layout": "layout",
     "plan": "plan",
+    "rehearse": "rehearse",
     "doctor": "plan",
     "accept": "accept",
     "mup": "mup",

@@ -226,6 +226,16 @@ class EngineSection(Section):
         None, "Where the TensorBoard event files go. Null is tensorboard in output_dir."
     )
     wandb: bool = key(False, "Log to Weights & Biases as well; needs the wandb package.")
+    metrics_port: Annotated[CountOrZero, Le(65535)] | None = key(
+        None,
+        "Serve /metrics (Prometheus) and /healthz on this port while the run lasts; 0 is a free "
+        "one, which the log names.",
+    )
+    metrics_host: str = key(
+        "127.0.0.1",
+        "The address metrics_port is served at. The default is reached from this machine only; "
+        "0.0.0.0 from wherever the machine is, without a password.",
+    )
     mix_precision: MixPrecisionSection = section(MixPrecisionSection, "Number formats of training.")
     save_load: SaveLoadSection = section(
         SaveLoadSection, "Checkpoints: when, where, and what to start from."

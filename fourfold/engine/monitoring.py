@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.model import ModelShape
 from fourfold.parallel import Precision
+
+if TYPE_CHECKING:
+    from fourfold.metrics.prometheus import MetricsPort
 
 
 class Monitoring:
@@ -66,9 +69,10 @@ class Monitoring:
             peak_flops=self.peak.flops,
         )
         self.style = line_style(config, mesh.size)
-        self.sinks = Sinks()
+        self.sinks, port = Sinks(), None
         if mesh.rank == 0:
             output_dir = Path(config.Engine.save_load.output_dir)
+            port = _metrics_port(config, done_steps)
             self.sinks = open_sinks(
                 output_dir,
                 tensorboard=config.Engine.tensorboard,
@@ -78,8 +82,11 @@ class Monitoring:
                 style=self.style,
                 resume_step=done_steps,
                 max_steps=config.Engine.max_steps,
+                port=port,
             )
         closing.callback(self.sinks.close)
+        if port is not None:
+            self.sinks.notice(f"metrics are served at {port.url}/metrics and {port.url}/healthz")
         self.sinks.run(
             RunFacts(
                 layout=str(mesh.layout),
@@ -146,6 +153,21 @@ class Monitoring:
         if warning := self.stragglers.look(times):
             self.sinks.notice(warning, level="WARNING")
         return replace(record, ranks=times)
+
+
+def _metrics_port(config: Config, done_steps: int) -> MetricsPort | None:
+    engine = config.Engine
+    if engine.metrics_port is None:
+        return None
+    from fourfold.metrics.prometheus import MetricsPort
+
+    return MetricsPort(
+        engine.metrics_host,
+        engine.metrics_port,
+        silence_seconds=config.Distributed.timeout_seconds,
+        max_steps=engine.max_steps,
+        start_step=done_steps,
+    )
 
 
 def _profiler(config: Config, mesh: Mesh, sinks: Sinks) -> ProfilerWindow:

@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TextIO, runtime_checkable
 
 from fourfold.errors import UserError, heard_or_not
 from fourfold.metrics.jsonl import FILE_NAME, RUN, JsonLines, RunFacts
 from fourfold.metrics.lines import FleetXLines, LineStyle, perplexity
 from fourfold.metrics.meter import Step, timestamp
 from fourfold.terminal import ProgressBar, duration, is_terminal
+
+if TYPE_CHECKING:
+    from fourfold.metrics.prometheus import MetricsPort
 
 
 class MetricSink(Protocol):
@@ -34,6 +37,13 @@ class MetricSink(Protocol):
     def write(self, record: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class StepSink(MetricSink, Protocol):
+    """One that is told of every step, whether or not there is a record of it."""
+
+    def end_step(self, step: int, loss: float, tokens: int) -> None: ...
 
 
 class Sinks:
@@ -58,7 +68,7 @@ class Sinks:
     def end_step(self, step: int, loss: float, tokens: int) -> None:
         """Every step, for a progress bar; records are made at the end of logging windows."""
         for sink in self._sinks:
-            if isinstance(sink, Console):
+            if isinstance(sink, StepSink):
                 with self._surviving(sink):
                     sink.end_step(step, loss, tokens)
 
@@ -165,18 +175,21 @@ def open_sinks(
     style: LineStyle | None = None,
     max_steps: int | None = None,
     resume_step: int = 0,
+    port: MetricsPort | None = None,
 ) -> Sinks:
     """Open everything a run writes its metrics to, under `output_dir` (TensorBoard's files, if
     asked for, under a directory of their own).
 
     `resume_step` is the last step already done; what an earlier run recorded beyond it is dropped.
     `max_steps` is the end of the progress bar on a terminal, `style` the form of the lines; a
-    `console` that was made elsewhere is used as it is.
+    `console` that was made elsewhere is used as it is, and so is a metrics `port`.
     """
     directory, config = Path(output_dir), _plain(config or {})
     if console is None:
         console = Console(max_steps=max_steps, start_step=resume_step, style=style)
     sinks: list[MetricSink] = [console]
+    if port is not None:
+        sinks.append(port)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if wandb:

@@ -26,10 +26,11 @@ from fourfold.model.loss import compute_dtype
 from fourfold.model.params import ModelShape
 
 
-def frequencies(shape: ModelShape) -> Tensor:
-    """Radians a position, of each pair: (R / 2,) in float32."""
+def frequencies(shape: ModelShape, device: torch.device | None = None) -> Tensor:
+    """Radians a position, of each pair: (R / 2,) in float32, computed where they are needed."""
     size = shape.rotary_size
-    plain = 1.0 / shape.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    even = torch.arange(0, size, 2, dtype=torch.float32, device=device)
+    plain = 1.0 / shape.rope_theta ** (even / size)
     scaling = shape.rope_scaling
     if scaling.type == "linear":
         return plain / scaling.factor
@@ -71,7 +72,8 @@ def _yarn(plain: Tensor, shape: ModelShape) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     width = max(last - first, 0.001)
-    stretched = ((torch.arange(size // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    pair = torch.arange(size // 2, dtype=torch.float32, device=plain.device)
+    stretched = ((pair - first) / width).clamp(0, 1)
     return plain / scaling.factor * stretched + plain * (1 - stretched)
 
 
@@ -90,7 +92,7 @@ def rotation(shape: ModelShape, positions: Tensor) -> Tensor:
     positions = positions.reshape(-1, positions.shape[-1])
     # Angles of late positions need all of float32, whatever autocast is on.
     with torch.autocast(positions.device.type, enabled=False):
-        angles = positions.unsqueeze(-1).float() * frequencies(shape).to(positions.device)
+        angles = positions.unsqueeze(-1).float() * frequencies(shape, positions.device)
         return torch.stack((angles.cos(), angles.sin())) * amplitude(shape)
 
 

@@ -1,118 +1,93 @@
-"""Server metrics: counters and histograms in the text format of Prometheus."""
+"""Server metrics for Prometheus, counted by the worker and the request side alike."""
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 RATE_SECONDS = 10.0
 
 
-class Histogram:
-    """How often each bound of SECONDS was kept, and the sum."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._counts[bisect_left(SECONDS, seconds)] += 1
-        self._sum += seconds
-
-    def lines(self, name: str) -> list[str]:
-        lines, below = [], 0
-        for bound, count in zip((*map(str, SECONDS), "+Inf"), self._counts):
-            below += count
-            lines.append(f'{name}_bucket{{le="{bound}"}} {below}')
-        return [*lines, f"{name}_sum {self._sum:.6f}", f"{name}_count {below}"]
-
-
 class Metrics:
-    """Counted by the worker and the request side alike, so behind a lock."""
+    """A registry of its own: a process may have several servers, one after the other."""
 
     def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "fourfold_requests",
+            "Replies by path and status.",
+            ["path", "status"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter("fourfold_prompt_tokens", "Tokens read.", registry=registry)
+        self._new_tokens = Counter(
+            "fourfold_generated_tokens", "Tokens written.", registry=registry
+        )
+        self._cancelled = Counter(
+            "fourfold_cancelled_sequences",
+            "Sequences ended by their client or the time limit.",
+            registry=registry,
+        )
+        self._running = Gauge(
+            "fourfold_sequences_running", "Sequences that hold a slot.", registry=registry
+        )
+        self._waiting = Gauge(
+            "fourfold_sequences_waiting", "Sequences that wait for one.", registry=registry
+        )
+        self._slots = Gauge("fourfold_slots", "Sequences that can run at once.", registry=registry)
+        self._rate = Gauge(
+            "fourfold_tokens_per_second", "Over the last ten seconds.", registry=registry
+        )
+        self._first_token = Histogram(
+            "fourfold_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "fourfold_request_seconds",
+            "From the arrival of a request to the end of its reply.",
+            buckets=SECONDS,
+            registry=registry,
+        )
         self._lock = threading.Lock()
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._prompt_tokens = 0
-        self._new_tokens = 0
-        self._cancelled = 0
         self._recent: deque[tuple[float, int]] = deque()
-        self._first_token = Histogram()
-        self._duration = Histogram()
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        with self._lock:
-            self._requests[path, status] += 1
-            self._duration.add(seconds)
+        self._requests.labels(path, status).inc()
+        self._duration.observe(seconds)
 
     def prompt(self, tokens: int) -> None:
-        with self._lock:
-            self._prompt_tokens += tokens
+        self._prompt_tokens.inc(tokens)
 
     def step(self, tokens: int) -> None:
-        now = time.monotonic()
+        self._new_tokens.inc(tokens)
         with self._lock:
-            self._new_tokens += tokens
+            now = time.monotonic()
             self._recent.append((now, tokens))
             self._forget(now)
 
     def first_token(self, seconds: float) -> None:
-        with self._lock:
-            self._first_token.add(seconds)
+        self._first_token.observe(seconds)
 
     def cancelled(self, sequences: int) -> None:
-        with self._lock:
-            self._cancelled += sequences
+        self._cancelled.inc(sequences)
 
-    def render(self, running: int, waiting: int, slots: int) -> str:
+    def render(self, running: int, waiting: int, slots: int) -> bytes:
         """The text of /metrics; the arguments are the worker's state at this moment."""
         with self._lock:
             self._forget(time.monotonic())
-            rate = sum(tokens for _, tokens in self._recent) / RATE_SECONDS
-            requests = [
-                f'fourfold_requests_total{{path="{path}",status="{status}"}} {count}'
-                for (path, status), count in sorted(self._requests.items())
-            ]
-            families = [
-                ("requests_total", "counter", "Replies by path and status.", requests),
-                _single("prompt_tokens_total", "counter", "Tokens read.", self._prompt_tokens),
-                _single("generated_tokens_total", "counter", "Tokens written.", self._new_tokens),
-                _single(
-                    "cancelled_sequences_total",
-                    "counter",
-                    "Sequences ended by their client or the time limit.",
-                    self._cancelled,
-                ),
-                _single("sequences_running", "gauge", "Sequences that hold a slot.", running),
-                _single("sequences_waiting", "gauge", "Sequences that wait for one.", waiting),
-                _single("slots", "gauge", "Sequences that can run at once.", slots),
-                _single("tokens_per_second", "gauge", "Over the last ten seconds.", rate),
-                (
-                    "time_to_first_token_seconds",
-                    "histogram",
-                    "From the arrival of a request to its first token.",
-                    self._first_token.lines("fourfold_time_to_first_token_seconds"),
-                ),
-                (
-                    "request_seconds",
-                    "histogram",
-                    "From the arrival of a request to the end of its reply.",
-                    self._duration.lines("fourfold_request_seconds"),
-                ),
-            ]
-        lines = []
-        for name, kind, meaning, samples in families:
-            lines += [f"# HELP fourfold_{name} {meaning}", f"# TYPE fourfold_{name} {kind}"]
-            lines += samples
-        return "\n".join(lines) + "\n"
+            self._rate.set(sum(tokens for _, tokens in self._recent) / RATE_SECONDS)
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._slots.set(slots)
+        return generate_latest(self._registry)
 
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - RATE_SECONDS:
             self._recent.popleft()
-
-
-def _single(name: str, kind: str, meaning: str, value: float) -> tuple[str, str, str, list[str]]:
-    return name, kind, meaning, [f"fourfold_{name} {value}"]

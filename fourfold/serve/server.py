@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -230,7 +231,6 @@ def quiet_signals() -> Iterator[None]:
 
 # -- the application ----------------------------------------------------------------------------
 
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 # OpenAI's clients know by it that a stream ended whole.
 DONE = b"data: [DONE]\n\n"
 
@@ -279,7 +279,7 @@ def create_app(service: Service) -> Starlette:
     async def metrics(_: Request) -> Response:
         worker = service.worker
         text = service.metrics.render(worker.running, worker.waiting, worker.slots)
-        return Response(text, headers={"content-type": PROMETHEUS})
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     page, policy = load_page()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -198,21 +196,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert greedy(ours(own), start, 24).tolist() == written.tolist()
 
 
-def _mistral_common_is_broken() -> bool:
-    """Installed without what it imports, which transformers needs for Mistral's tokenizers then."""
-    if find_spec("mistral_common") is None:
-        return False
-    try:
-        import_module("mistral_common.tokens.tokenizers.tekken")
-    except ImportError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize("name", ["llama 2", "llama 3", "mistral", "qwen3", "olmo2", "pythia"])
+@pytest.mark.parametrize(
+    "name", ["llama 2", "llama 3", "mistral", "qwen2", "qwen3", "olmo2", "pythia"]
+)
 def test_tokenizer_and_pipeline(name: str, tmp_path: Path) -> None:
-    if name == "mistral" and _mistral_common_is_broken():
-        pytest.skip("mistral_common is installed without its requirements")
     words = train(["the quick brown fox jumps over the lazy dog and the cat"] * 3, 270)
     make(tmp_path / "first", *CASES[name][:2])
     words.save(tmp_path / "first" / "tokenizer.json")

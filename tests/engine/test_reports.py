@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers.tiny_run import Configure
 
 from fourfold.engine import build_engine
 from fourfold.metrics import read_jsonl
+from fourfold.metrics.prometheus import MetricsPort
 
 # The optimizer of seed 002, whose max_lr lies below its min_lr.
 DOCUMENT = [
@@ -77,3 +79,22 @@ def test_empty_splits_and_no_evaluation_are_legal(configure: Configure, tmp_path
     for name in ("all", "none"):
         kinds = {record["kind"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")}
         assert not kinds & {"eval", "test"}
+
+
+def test_a_run_serves_its_metrics(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replies: list[str] = []
+    end_step = MetricsPort.end_step
+
+    def ask(port: MetricsPort, step: int, loss: float, tokens: int) -> None:
+        end_step(port, step, loss, tokens)
+        replies.append(httpx.get(f"{port.url}/metrics").text)
+        assert httpx.get(f"{port.url}/healthz").status_code == 200
+
+    monkeypatch.setattr(MetricsPort, "end_step", ask)
+    build_engine(configure("run", "Engine.max_steps=4", "Engine.metrics_port=0")).fit()
+    assert "metrics are served at http://127.0.0.1:" in capsys.readouterr().out
+    assert "fourfold_steps_total 1.0\n" in replies[0]
+    # Step 3 was evaluated before the fourth was asked about.
+    assert 'fourfold_evaluation_loss{split="eval"}' in replies[3]

@@ -17,20 +17,17 @@ from helpers.traces import Workshop
 LAST_STEP, LOGGED_STEP = 5, 3
 # Compiled graphs and double precision are no other devices' business than the CPU's.
 ON_GPU = [case for case in CASES if case.dtype != "float64" and "static" not in case.name]
-# Together they have every axis, kind of schedule, stage and precision.
+# Together they have every axis, kind of schedule, precision and optimizer, and a modern network.
 QUICK = {
     "dp2",
     "pp2 interleaved",
     "pp2 zbv",
     "sh2 stage3 offload",
-    "dp2 sh2 stage2",
-    "pp2 sh2 stage2, hidden_dropout_prob=0.2",
     "pp2 mp2 sp, reset_attention_mask=True, reset_position_ids=True",
     "sh2 stage3 mp2, use_recompute=True, recompute_granularity=full",
-    "dp2, tensor_fusion=True",
     "pp2 sh2 stage2 mp2, bfloat16 O1",
     "sh2 stage3 mp2 sp, float16 O2",
-    "sh2 stage3 mp2 sp, name=Muon",
+    "mp4 sp, llama",
     "pp2 mp2, name=Muon, float16 O2",
 }
 

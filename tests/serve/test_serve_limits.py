@@ -157,8 +157,8 @@ def test_a_full_queue_refuses_and_recovers(config: Path) -> None:
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["code"] == "queue_full"
             metrics = httpx.get(f"{served.url}/metrics").text
-            assert "fourfold_sequences_running 1\n" in metrics
-            assert "fourfold_sequences_waiting 2\n" in metrics
+            assert "fourfold_sequences_running 1.0\n" in metrics
+            assert "fourfold_sequences_waiting 2.0\n" in metrics
             replies = [one.result() for one in running]
         assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
         assert served.complete(prompt="a", max_tokens=1).status_code == 200
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_frees_its_slot(config: Path) -> None:
                 served.until(lambda worker: worker.running == 1)
             served.until(lambda worker: worker.running == worker.waiting == 0)
         metrics = httpx.get(f"{served.url}/metrics").text
-        assert "fourfold_cancelled_sequences_total 2\n" in metrics
+        assert "fourfold_cancelled_sequences_total 2.0\n" in metrics
         assert served.complete(prompt="a", max_tokens=2).status_code == 200
 
 

@@ -166,8 +166,8 @@ def test_a_minute_of_every_kind_of_client(config: Path) -> None:
         assert not worker._jobs and not worker._sequences and not worker._writers
         assert not worker._to_score and not worker._to_write
         metrics = httpx.get(f"{served.url}/metrics").text
-        assert "fourfold_sequences_running 0\n" in metrics
-        assert "fourfold_sequences_waiting 0\n" in metrics
+        assert "fourfold_sequences_running 0.0\n" in metrics
+        assert "fourfold_sequences_waiting 0.0\n" in metrics
         assert not re.search(r'status="5(?!04)', metrics), metrics
         # In the last half of the time no more memory is held than in the first.
         half = len(sizes) // 2

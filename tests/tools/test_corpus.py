@@ -50,21 +50,17 @@ def without_compiled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "builtin_module_names", ())
 
 
-def test_this_installation_capped(tmp_path: Path) -> None:
-    path = write_corpus(tmp_path, max_bytes=CAP)
+def test_this_installation_capped_is_a_prefix_of_it(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path / "a", max_bytes=CAP)
     texts = texts_of(path)
     assert 0.5 * CAP < sum(len(text.encode()) for text in texts) <= CAP
     assert len(set(texts)) == len(texts) > 50
     assert all(text.strip() for text in texts)
-    assert [file.name for file in tmp_path.iterdir()] == ["corpus.jsonl"]
-
-
-def test_same_bytes_every_time_and_a_cap_takes_a_prefix(tmp_path: Path) -> None:
-    first = write_corpus(tmp_path / "a", max_bytes=CAP).read_bytes()
-    assert write_corpus(tmp_path / "b", max_bytes=CAP).read_bytes() == first
-    shorter = write_corpus(tmp_path / "c", max_bytes=CAP // 2).read_bytes()
-    assert first.startswith(shorter)
-    assert len(shorter) < len(first)
+    assert [file.name for file in path.parent.iterdir()] == ["corpus.jsonl"]
+    # Gathered anew, so the bytes are the same every time, too.
+    shorter = write_corpus(tmp_path / "b", max_bytes=CAP // 2).read_bytes()
+    assert path.read_bytes().startswith(shorter)
+    assert 0 < len(shorter) < path.stat().st_size
 
 
 def test_all_kinds_of_text_are_there(tmp_path: Path) -> None:
@@ -225,7 +221,11 @@ def test_a_cap_without_room_is_refused(tmp_path: Path, cap: int) -> None:
         write_corpus(tmp_path, max_bytes=cap)
 
 
-def test_a_cap_below_the_first_document_is_refused(tmp_path: Path) -> None:
+def test_a_cap_below_the_first_document_is_refused(
+    tmp_path: Path, use_library, without_compiled_modules: None
+) -> None:
+    use_library(installation(tmp_path / "library", {"a.py": '"""Some text."""'}))
+    tmp_path /= "corpus"
     with pytest.raises(DataError, match="max_bytes=1 is smaller than the first document"):
         write_corpus(tmp_path, max_bytes=1)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,53 @@
+"""`fourfold rehearse`: would these ranks wait for each other for ever?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import ConfigFile, Overrides
+
+
+def rehearse(
+    config: ConfigFile,
+    override: Overrides = None,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of processes.", show_default="what the file needs"),
+    ] = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Micro-batches of the step.",
+            show_default="the file's, at most twice the pipeline's ranks",
+        ),
+    ] = None,
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="Build every rank, not only those that differ.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Play a training step of all ranks of the layout against each other, without starting them.
+
+    Every send must have its receive and every collective its members, in one order. Exit code 1 if
+    something does not fit, with the ranks and the operation.
+    """
+    from fourfold.config import load_config
+    from fourfold.plan.rehearsal import rehearsal_lines
+    from fourfold.plan.rehearsal import rehearse as play
+
+    resolved = load_config(config, override or [], world)
+    for notice in resolved.notices:
+        print(notice, file=sys.stderr)
+    played = play(resolved, all_ranks=all_ranks, micro_batches=micro_batches)
+    if as_json:
+        print(json.dumps(asdict(played), indent=2))
+    else:
+        for line in rehearsal_lines(played, resolved):
+            print(line)
+    raise typer.Exit(1 if played.findings else 0)
