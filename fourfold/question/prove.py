@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fourfold import checkpoint
 from fourfold.config import Config
+from fourfold.config.batch_schedule import LeftOut
 from fourfold.data.datasets import prefix_of
 from fourfold.engine.saving import state_of, tensors_to_load
 from fourfold.errors import CheckpointError, DataError, UserError
@@ -364,12 +365,13 @@ class Recomputed:
             text = self._difference(shard, saved[name])
             if text is not None:
                 self._add("tensor", directory, text, step, name)
-        computed = state_of(engine)
+        computed = json.loads(json.dumps(state_of(engine)))
+        there = _as_saved_first(state, engine)
         for name in OF_STATE:
-            if json.loads(json.dumps(computed.get(name))) != state.get(name):
-                if name == "loss_scale" and not self.exact:
+            if computed.get(name) != there.get(name):
+                if name in ("loss_scale", "spikes") and not self.exact:
                     continue
-                text = f"{computed.get(name)!r} when computed again, {state.get(name)!r} there"
+                text = f"{computed.get(name)!r} when computed again, {there.get(name)!r} there"
                 self._add("state", directory / "state.json", text, step, name)
 
     def _difference(self, shard: Shard, saved: Shard) -> str | None:
@@ -389,6 +391,21 @@ class Recomputed:
             f"{count_of(len(unequal), 'element')} of {ours.numel()} differ, the first at {place}: "
             f"{here!r} when computed again, {there!r} there"
         )
+
+
+def _as_saved_first(state: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """A checkpoint that a run went back to was saved again, with the samples after it that are left
+    out from then on, and one more in the count: without these."""
+    there = dict(state)
+    place = LeftOut.of(there.get("left_out") or []).sample_at(int(there["consumed_samples"]))
+    known = [pair for pair in there.pop("left_out", None) or [] if pair[0] < place]
+    if known or engine.config.left_out:
+        own = [pair for pair in engine.config.left_out.to_list() if pair[0] >= place]
+        there["left_out"] = [*known, *own]
+    if engine.spikes is not None and "spikes" in there:
+        least = max(there["spikes"]["rewinds"] - engine.spikes.rewinds, 0)
+        there["spikes"] = there["spikes"] | {"rewinds": there["spikes"]["rewinds"] - least}
+    return there
 
 
 def as_bits(tensor: Tensor) -> Tensor:

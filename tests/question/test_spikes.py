@@ -18,9 +18,12 @@ from helpers.ranks import on_ranks
 from fourfold import checkpoint
 from fourfold.config import Config, load_config
 from fourfold.config.schema import SpikesSection
+from fourfold.data.provenance import pieces_of
 from fourfold.engine import build_engine
+from fourfold.engine.run_data import open_run_data
 from fourfold.engine.spikes import SpikeDetector
 from fourfold.engine.updates import StepResult
+from fourfold.mesh import Layout
 from fourfold.metrics.jsonl import read_jsonl
 from fourfold.question.history import RunHistory
 from fourfold.question.prove import Proof
@@ -112,30 +115,19 @@ def events(run: Path, kind: str) -> list[dict]:
     return [r for r in read_jsonl(run / "metrics.jsonl") if r.get("event") == kind]
 
 
-def step_reading(folder: Path, data: Path, document: int) -> int:
-    """A step after the warm-up that reads most of a document; 0 if none does."""
-    from fourfold.data.provenance import pieces_of
-    from fourfold.engine.run_data import open_run_data
-    from fourfold.mesh import Layout
-
-    opened = open_run_data(config_of(folder, data, "looked"), Layout())
-    loader = opened.loaders["train"]
-    for step in range(WARM + 4, STEPS + 1):
-        for sample in loader.sample_ids(step - 1):
-            for piece in pieces_of(loader.samples, int(sample)):
-                if piece.document == document and piece.stop - piece.start > DOCUMENT_TOKENS // 2:
-                    return step
-    return 0
-
-
 def readable_document(folder: Path, seed: int) -> int:
-    """One that a step after the warm-up reads, chosen by the seed."""
+    """One that a step after the warm-up reads most of, chosen by the seed."""
     data = write_data(folder / "probe", seed)
-    source = random.Random(seed)
-    while True:
-        number = source.randrange(DOCUMENTS)
-        if step_reading(folder, data, number):
-            return number
+    opened = open_run_data(config_of(folder, data, "probed"), Layout())
+    loader = opened.loaders["train"]
+    readable = {
+        piece.document
+        for step in range(WARM + 4, STEPS + 1)
+        for sample in loader.sample_ids(step - 1)
+        for piece in pieces_of(loader.samples, int(sample))
+        if piece.stop - piece.start > DOCUMENT_TOKENS // 2
+    }
+    return random.Random(seed).choice(sorted(readable))
 
 
 def poison_is_named(folder: Path, seed: int, kind: str, layout: str) -> bool:
@@ -151,10 +143,16 @@ def poison_is_named(folder: Path, seed: int, kind: str, layout: str) -> bool:
     return number in first
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one"), pytest.param("mp2 pp2")])
-def test_the_poisoned_document_comes_first(tmp_path: Path, layout: str) -> None:
-    for number, kind in enumerate(KINDS[: 3 if layout == "one" else 1]):
-        assert poison_is_named(tmp_path / kind, number, kind, layout), kind
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("repeated", "one"),
+        pytest.param("shuffled", "dp2", marks=pytest.mark.slow),
+        pytest.param("foreign", "mp2 pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_poisoned_document_comes_first(tmp_path: Path, kind: str, layout: str) -> None:
+    assert poison_is_named(tmp_path / "ground", 1, kind, layout)
 
 
 @pytest.mark.slow
@@ -169,7 +167,7 @@ def test_of_a_hundred_poisoned_documents(tmp_path: Path, part: int) -> None:
     assert sum(named) >= 19
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)])
 def test_no_spike_in_clean_runs(tmp_path: Path, seeds: range) -> None:
     for seed in seeds:
         folder = tmp_path / str(seed)
@@ -202,7 +200,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     ("layout", "order"),
     [
         ("one", "megatron"),
-        ("one", "elastic"),
+        pytest.param("one", "elastic", marks=pytest.mark.slow),
         pytest.param("dp2", "megatron", marks=pytest.mark.slow),
         pytest.param("mp2 pp2", "megatron", marks=pytest.mark.slow),
     ],
@@ -232,6 +230,7 @@ def test_the_rewound_run_is_one_that_never_had_the_window(
         assert list(Proof(tmp_path / "rewound").steps(every=True)) == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_knows_what_it_left_out(tmp_path: Path) -> None:
     number = readable_document(tmp_path, 3)
     data = write_data(tmp_path / "data", 3, (number, "repeated"))
@@ -271,6 +270,7 @@ def test_a_skipped_update_leaves_the_weights(tmp_path: Path) -> None:
     assert list(Proof(tmp_path / "run").steps(every=True)) == []
 
 
+@pytest.mark.slow
 def test_at_most_so_many_times(tmp_path: Path) -> None:
     number = readable_document(tmp_path, 3)
     data = write_data(tmp_path / "data", 3, (number, "repeated"))

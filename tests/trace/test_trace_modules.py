@@ -29,7 +29,7 @@ LAYOUTS = {
         "Distributed.mp_degree=2",
         "Model.num_key_value_heads=1",
         "Model.activation=swiglu",
-        "Model.qk_norm=each_head",
+        "Model.qk_norm=per_head",
     ],
 }
 # (name, backward, micro-batch) -> pieces: where each begins, the whole's shape, values
