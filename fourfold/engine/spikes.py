@@ -4,8 +4,8 @@ The loss and the gradient norm of a step are compared with a band around those o
 the median, plus `threshold` times the spread. The spread is taken from the changes from step to
 step, so that a loss that is still falling does not widen the band: 1.4826 / sqrt(2) times their
 median absolute value, which for independent normal noise is its standard deviation; and at least a
-small share of the median, so that a very quiet run has a band too. Both numbers are sums over all ranks with the same bits on each, so
-every rank comes to the same decision without asking.
+small share of the median, so that a very quiet run has a band too. Both numbers are sums over all
+ranks with the same bits on each, so every rank comes to the same decision without asking.
 
 The band of step s is made of the steps up to s - 2. On a GPU the host reads a step's numbers only
 when the next one is queued; with the band of two steps before, the device can hold an update back
@@ -166,10 +166,11 @@ class Spikes:
         found, self.found = self.found, []
         for spike in found:
             report = self._report(spike)
-            self._tell(spike, report, watch.sinks)
+            fields = self._fields(spike, report)
+            self._tell(spike, report, fields, watch.sinks)
             if self.section.action == "rewind" and save:
                 if self.rewinds < self.section.most:
-                    self._rewind(spike, watch, stop)
+                    self._rewind(spike, fields, watch, stop)
                     return True
                 watch.sinks.notice(
                     f"the run has gone back {self.rewinds} times (Engine.spikes.most="
@@ -178,20 +179,22 @@ class Spikes:
                 )
         return False
 
-    def _tell(self, spike: Spike, report: Path | None, sinks: Sinks) -> None:
+    def _fields(self, spike: Spike, report: Path | None) -> dict[str, Any]:
+        """What records say of it."""
+        return {
+            "loss": spike.result.loss,
+            "grad_norm": spike.result.norm,
+            "loss_limit": spike.limits.loss,
+            "norm_limit": spike.limits.norm,
+            "report": None if report is None else str(report.relative_to(self.run.output_dir)),
+        }
+
+    def _tell(
+        self, spike: Spike, report: Path | None, fields: dict[str, Any], sinks: Sinks
+    ) -> None:
         action = self.section.action
         samples = [*self.run.batch_schedule.samples_of(spike.step - 1)]
-        sinks.event(
-            "spike",
-            step=spike.step,
-            loss=spike.result.loss,
-            grad_norm=spike.result.norm,
-            loss_limit=spike.limits.loss,
-            norm_limit=spike.limits.norm,
-            action=action,
-            sample_ids=samples,
-            report=None if report is None else str(report.relative_to(self.run.output_dir)),
-        )
+        sinks.event("spike", step=spike.step, action=action, sample_ids=samples, **fields)
         held = "; its update was held back" if action == "skip" else ""
         see = f"; see {report.with_suffix('.txt')}" if report is not None else ""
         sinks.notice(f"{spike.words()}{held}{see}", level="WARNING")
@@ -222,7 +225,9 @@ class Spikes:
         except OSError:
             return None  # a full disk; the event in the log names the samples
 
-    def _rewind(self, spike: Spike, watch: Monitoring, stop: StopRequest) -> None:
+    def _rewind(
+        self, spike: Spike, fields: dict[str, Any], watch: Monitoring, stop: StopRequest
+    ) -> None:
         """Back to a checkpoint before the spike, and on without the samples of its steps."""
         run = self.run
         saving.finish(run, watch.sinks)
@@ -249,6 +254,7 @@ class Spikes:
             sample_ids=bad,
             number=rewinds,
             most=self.section.most,
+            **fields,  # the record of the spike is dropped with those of its steps
         )
         watch.sinks.notice(
             f"went back from step {spike.step} to {restored.path} and goes on without {left} "

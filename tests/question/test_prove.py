@@ -89,8 +89,8 @@ def flips(ground: Ground, count: int, seed: int) -> Iterator[tuple[str, Path, by
         yield kind, file, before, bytes(after)
 
 
-# What the run depends on. Without `append_eod` the ends of documents are searched for; the format is
-# known by the files.
+# What the run depends on. Without `append_eod` the ends of documents are searched for; the format
+# is known by the files.
 READ = ("documents", "tokens", "dtype", "bytes", "sha256")
 
 
