@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.options import Overrides
+from fourfold.cli.options import Overrides, refuse_several_processes
 
 if TYPE_CHECKING:
     from fourfold.config import Config
@@ -85,6 +85,7 @@ def prove(
     from fourfold.errors import UserError
     from fourfold.question.prove import Proof, proof_lines
 
+    refuse_several_processes("prove")
     if every and sample is not None:
         raise UserError(f"--all recomputes every step, --sample {sample} some; give one of the two")
     proof = Proof(run, override or [], nproc)

@@ -242,11 +242,10 @@ class Proof:
 
     def _config(self, segment: Segment, scratch: Path) -> Config:
         size = self.nproc or segment.layout.world_size
-        # Indices are built anew: those in a cache may be what is damaged.
-        cache_dir = f"Data.dataset.cache_dir={scratch / 'cache'}"
         config = segment.config(scratch, self.overrides, size)
         if not any(text.startswith("Data.dataset.cache_dir=") for text in self.overrides):
-            config.Data.dataset.cache_dir = cache_dir.partition("=")[2]
+            # Indices are built anew: those in a cache may be what is damaged.
+            config.Data.dataset.cache_dir = str(scratch / "cache")
         return config
 
 
