@@ -3,18 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+SCHEDULERS := .venv-schedulers
 
-.PHONY: quickstart test test-all equivalence check format wheel site setup setup-dev setup-peers \
-	clean
+.PHONY: quickstart test test-all test-cluster equivalence check format wheel site setup setup-dev setup-peers setup-schedulers \
+	setup-cluster clean
 
 quickstart: setup
 	$(BIN)/fourfold quickstart
 
 test: setup-dev
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not cluster"
 
-test-all: setup-dev setup-peers
+test-all: setup-dev setup-peers setup-schedulers
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Several machines, made of namespaces, and a real SLURM on them: Linux and root, or they are skipped.
+CLUSTER_TESTS ?= cluster
+test-cluster: setup-dev setup-cluster
+	$(BIN)/pytest -n 2 --dist loadfile -rs -m "$(CLUSTER_TESTS)" tests/cluster
 
 # Runs the whole table of layouts and writes its page.
 equivalence: setup-dev
@@ -40,6 +46,7 @@ site: $(VENV)/.ready-docs
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
 setup-peers: $(PEERS)/.ready
+setup-schedulers: $(SCHEDULERS)/.ready
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("Fourfold needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -68,9 +75,28 @@ $(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement constraints-peers.txt
 	touch $@
 
+# Programs that no Python package brings. What cannot be installed is said, and its tests are skipped.
+CLUSTER_PACKAGES := iproute2 ethtool slurm-wlm munge
+setup-cluster:
+	@missing=$$(for package in $(CLUSTER_PACKAGES); do \
+		dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || echo $$package; done); \
+	test -z "$$missing" || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -qq -y --no-install-recommends $$missing; } >/dev/null; } || \
+	echo "cannot install, which takes root and apt-get:" $$missing
+
+# kubernetes-validate, Kubeflow's models, SkyPilot and Ray (tests/helpers/schedulers.py). SkyPilot's click is
+# older than ours, so they are apart; torch and Fourfold's packages are found behind their own.
+$(SCHEDULERS)/.ready: constraints-schedulers.txt $(VENV)/.ready-dev
+	$(BIN)/python -m venv --clear $(SCHEDULERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(SCHEDULERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(SCHEDULERS)/bin/python -m pip install --quiet --no-deps --requirement constraints-schedulers.txt
+	touch $@
+
 $(VENV)/.ready-docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(SCHEDULERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -101,10 +101,10 @@ def _device_index(visible: int) -> int:
     if local_rank < visible:
         return local_rank
     # Our launcher and torchrun show every process the same GPUs. Others may show each only its own
-    # (srun --gpus-per-task=1); that no two are the same is checked when they meet.
-    shows_all = "FOURFOLD_STORE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if visible == 1 and not shows_all:
-        return 0
+    # (srun --gpus-per-task=1, or more of them); that no two are the same is checked when they meet.
+    ours = "FOURFOLD_STORE" in os.environ or "FOURFOLD_ATTEMPT" in os.environ
+    if not (ours or "TORCHELASTIC_RUN_ID" in os.environ):
+        return local_rank % visible
     raise UserError(
         f"process {local_rank + 1} of this machine finds {visible} GPU(s), and each process needs "
         "one of its own; start fewer processes, make more GPUs visible to them, or set "

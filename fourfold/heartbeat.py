@@ -20,6 +20,8 @@ from dataclasses import dataclass
 _BEAT = struct.Struct("dq24s")  # monotonic seconds, step, phase
 _FAILURE = struct.Struct("qd")  # bytes in the log before the error, monotonic seconds
 _ROW = 64
+# The last phase of a rank that ended well: asked to stop and saved, or at the end of its work.
+STOPPED, FINISHED = "stopped", "finished"
 assert _BEAT.size + _FAILURE.size <= _ROW
 
 
@@ -44,30 +46,37 @@ class Failure:
 
 
 class Board:
-    """One row per rank in anonymous shared memory; each row has one writer, its rank."""
+    """One row per rank in anonymous shared memory; each row has one writer, its rank.
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    The ranks of a machine are numbered from `first`, the same for one machine alone and of many.
+    """
+
+    def __init__(self, ranks: int, first: int = 0) -> None:
+        self.ranks = range(first, first + ranks)
         self._memory = mmap.mmap(-1, ranks * _ROW)
 
     def beat(self, rank: int, step: int, phase: str) -> None:
-        _BEAT.pack_into(self._memory, rank * _ROW, time.monotonic(), step, phase.encode()[:24])
+        place = self._row(rank)
+        _BEAT.pack_into(self._memory, place, time.monotonic(), step, phase.encode()[:24])
 
     def last_beat(self, rank: int) -> Beat:
-        seconds, step, phase = _BEAT.unpack_from(self._memory, rank * _ROW)
+        seconds, step, phase = _BEAT.unpack_from(self._memory, self._row(rank))
         return Beat(seconds, step, phase.rstrip(b"\0").decode(errors="replace"))
 
     def newest(self) -> float:
         """Monotonic time of the last beat of any rank."""
-        return max(self.last_beat(rank).seconds for rank in range(self.ranks))
+        return max(self.last_beat(rank).seconds for rank in self.ranks)
 
     def fail(self, rank: int, log_offset: int) -> None:
-        place = rank * _ROW + _BEAT.size
+        place = self._row(rank) + _BEAT.size
         _FAILURE.pack_into(self._memory, place, log_offset, time.monotonic())
 
     def failure(self, rank: int) -> Failure | None:
-        offset, seconds = _FAILURE.unpack_from(self._memory, rank * _ROW + _BEAT.size)
+        offset, seconds = _FAILURE.unpack_from(self._memory, self._row(rank) + _BEAT.size)
         return Failure(seconds, offset) if seconds else None
+
+    def _row(self, rank: int) -> int:
+        return (rank - self.ranks.start) * _ROW
 
 
 class Relay:

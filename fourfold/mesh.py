@@ -11,10 +11,9 @@ whoever is missing as long as it makes progress.
 from __future__ import annotations
 
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -22,15 +21,16 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from fourfold import heartbeat
 from fourfold.comm_timer import timed_comm
 from fourfold.device import environment_int
-from fourfold.errors import RunError, UserError
+from fourfold.errors import UserError
+from fourfold.meeting import STORE_FILE, Meetings, open_store
+from fourfold.placement import Placement, place_ranks, same_gpu
 
 AXES = ("dp", "pp", "sharding", "mp")
 T = TypeVar("T")
@@ -113,7 +113,16 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
         return Mesh(layout)
     # The host's own messages go through gloo; a GPU's tensors through nccl.
     on_cpu = device.type == "cpu"
-    store = _store(layout.world_size, timeout_seconds)
+    store = open_store(rank, layout.world_size, timeout_seconds)
+    placement = None
+    if STORE_FILE not in os.environ:  # else all of them are on this machine
+        placement = place_ranks(
+            PrefixStore("placement", store),
+            rank,
+            layout.world_size,
+            layout.columns("mp"),
+            _gpu_identity(device),
+        )
     dist.init_process_group(
         "gloo" if on_cpu else "cpu:gloo,cuda:nccl",
         store=store,
@@ -126,7 +135,7 @@ def connect(layout: Layout, device: torch.device, timeout_seconds: float = 600.0
         dist.destroy_process_group()
         raise UserError(problem)
     meetings = Meetings(store, rank, layout.world_size, timeout_seconds)
-    return Mesh(layout, rank, device.type, timeout_seconds, meetings)
+    return Mesh(layout, rank, device.type, timeout_seconds, meetings, placement)
 
 
 def _difference(layout: Layout, device: torch.device) -> str | None:
@@ -141,16 +150,7 @@ def _difference(layout: Layout, device: torch.device) -> str | None:
             f"rank {odd[0]} has the layout {others[odd[0]]} and rank 0 has {others[0]}; give every "
             "machine the same configuration and, where the layout is chosen, the same cluster.yaml"
         )
-    first_with: dict[int, int] = {}
-    for rank, row in enumerate(theirs):
-        gpu = int(row[-1])
-        first = first_with.setdefault(gpu, rank)
-        if gpu and first != rank:
-            return (
-                f"ranks {first} and {rank} have the same GPU, and each needs one of its own; give "
-                "every process another one (srun --gpus-per-task=1), or all GPUs to all of them"
-            )
-    return None
+    return same_gpu([int(row[-1]) for row in theirs])
 
 
 @contextmanager
@@ -166,88 +166,6 @@ def fake_mesh(layout: Layout, rank: int, device_type: str = "cpu") -> Iterator[M
         dist.destroy_process_group()
 
 
-def _store(size: int, timeout_seconds: float) -> Store:
-    """Where the processes meet: a file of our own launcher, else the launcher's address.
-
-    A restarted process must not find the addresses of its predecessors, so each attempt has its own
-    namespace.
-    """
-    if path := os.environ.get("FOURFOLD_STORE"):
-        return FileStore(path, size)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UserError(
-                f"WORLD_SIZE={size} is set but {name} is not; start through fourfold train "
-                "--nproc, torchrun or srun, which set both"
-            )
-    timeout = timedelta(seconds=timeout_seconds)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"fourfold/attempt{attempt}", store)
-
-
-class Meetings:
-    """Where ranks wait for each other for as long as any of them makes progress.
-
-    Progress is known from their heartbeats; waiting ranks send none. A rank that is lost, or hangs,
-    is noticed after `timeout_seconds` without a heartbeat.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
-        self._store = PrefixStore("meetings", store)
-        self._rank = rank
-        self._size = size
-        self._timeout_seconds = timeout_seconds
-        self._look_seconds = min(10.0, timeout_seconds / 8)
-        self._number = 0
-        heartbeat.relay(self._tell_of_progress, self._look_seconds)
-
-    def meet(self) -> None:
-        """Return when every rank is here."""
-        self._number += 1
-        self._store.set(self._key(self._rank), "here")
-        if self._store.add(self._key("arrived"), 1) == self._size:
-            self._store.set(self._key("all"), "here")
-        else:
-            self._wait()
-        # All are here, so all have left the meeting before.
-        with suppress(RuntimeError):
-            for what in (self._rank, *(("arrived", "all") if self._rank == 0 else ())):
-                self._store.delete_key(self._key(what, self._number - 1))
-
-    def _wait(self) -> None:
-        heard, heard_at = self._progress(), time.monotonic()
-        while True:
-            try:
-                self._store.wait([self._key("all")], timedelta(seconds=self._look_seconds))
-                return
-            except RuntimeError:
-                # Not yet; or the store is gone, which the next question to it raises.
-                before, heard = heard, self._progress()
-            if heard != before:
-                heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > self._timeout_seconds:
-                raise RunError(
-                    f"rank {self._rank} timed out waiting for rank {self._missing()}: no sign of "
-                    f"life for {self._timeout_seconds:g} s"
-                )
-
-    def _missing(self) -> str:
-        keys = {rank: self._key(rank) for rank in range(self._size)}
-        return ", ".join(str(rank) for rank, key in keys.items() if not self._store.check([key]))
-
-    def _progress(self) -> int:
-        return self._store.add("progress", 0)
-
-    def _tell_of_progress(self) -> None:
-        # A store that is gone took the others along; that is not for a sign of life to tell.
-        with suppress(RuntimeError):
-            self._store.add("progress", 1)
-
-    def _key(self, what: str | int, number: int | None = None) -> str:
-        return f"{self._number if number is None else number}/{what}"
-
-
 class Mesh:
     """This process among the others: coordinates, groups, and the few things all must agree on."""
 
@@ -258,6 +176,7 @@ class Mesh:
         device_type: str = "cpu",
         timeout_seconds: float = 600.0,
         meetings: Meetings | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -267,6 +186,7 @@ class Mesh:
         self._stage_group: ProcessGroup | None = None
         self._timeout = timedelta(seconds=timeout_seconds)
         self._meetings = meetings
+        self.placement = placement
         if layout.world_size > 1:
             self.device_mesh = self._join_axes(device_type)
         if layout.pp > 1:

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -74,7 +75,8 @@ class StopSignals:
         self._previous = {}
 
     def _listened(self) -> list[signal.Signals]:
-        return _heeded()
+        # In a thread of another program (Ray's workers), signals are that program's.
+        return _heeded() if threading.current_thread() is threading.main_thread() else []
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

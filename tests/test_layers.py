@@ -13,8 +13,8 @@ from fourfold.cli import VERBS
 # Each part imports only from parts to its left.
 ORDER = (
     "errors atomic_files charts terminal heartbeat comm_timer signals processors shards config "
-    "tokenizer data native model device mesh parallel cost optim metrics checkpoint trace "
-    "engine"
+    "tokenizer data native model device meeting placement mesh parallel cost optim metrics "
+    "checkpoint trace engine"
 )
 CORE = ORDER.split()
 # Each imports the core, and of the other tools only those it names.
@@ -25,6 +25,7 @@ TOOLS: dict[str, set[str]] = {
     "plan": set(),
     "question": {"launch", "tools"},
     "accept": {"launch", "plan"},
+    "submit": {"plan"},
     "generate": {"convert"},
     "evaluate": {"generate"},
     "serve": {"generate", "evaluate"},

@@ -249,6 +249,8 @@ class RankGroup:
     gather: Callable[[str], list[str]] = _own_words
     # Called every few megabytes by a rank that is working, not by one that waits.
     beat: Callable[[], None] = silent
+    # Called by rank 0 before it commits; raises if it may not any more.
+    may_commit: Callable[[], None] = silent
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size

@@ -1,8 +1,8 @@
 """Streams: the bytes of a file to the disk and back, hashed on their way, at the disk's own rate.
 
-A file passes through in chunks, and a thread of its own does what comes first for the next chunk
-while this one is dealt with: copying and hashing before writing, reading before hashing. Several
-files are under way at once.
+A file passes through in chunks. Of one that is saved a thread copies and hashes the next chunks
+while others write those before; of one that is loaded a thread reads the next chunk while another
+hashes this one. Several files are under way at once.
 
 Files are written past the page cache (`O_DIRECT`) where the file system can: a checkpoint is not
 read again soon, pages for it would be taken from the run, and filling them costs more than a fast
@@ -18,8 +18,9 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
+from itertools import cycle
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Empty, Queue, SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -32,10 +33,15 @@ from fourfold.checkpoint.rendezvous import silent
 
 # Of one rank. What they do leaves the interpreter lock free: hashing, writing, reading.
 THREADS = 4
-CHUNK_BYTES = 1 << 20
 BEAT_SECONDS = 0.5
+# Of a direct write: with less a fast disk waits for the next one.
+CHUNK_BYTES = 4 << 20
+# Of each file that is written, and the chunks these and the thread that fills them share.
+WRITERS = 2
+CHUNKS_TO_WRITE = 6
+READ_BYTES = 1 << 20
 # One is filled, one waits, one is used.
-CHUNKS_IN_FLIGHT = 3
+CHUNKS_READ = 3
 # Of a direct write: its length and its place in the file. No device has larger blocks.
 BLOCK_BYTES = 4096
 
@@ -111,7 +117,7 @@ def one_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
 
     To be closed: whoever stops early would leave the thread waiting.
     """
-    made: Queue[tuple[Item | None, BaseException | None]] = Queue(CHUNKS_IN_FLIGHT - 2)
+    made: Queue[tuple[Item | None, BaseException | None]] = Queue(CHUNKS_READ - 2)
     stopped = threading.Event()
 
     def put(item: Item | None, error: BaseException | None = None) -> None:
@@ -147,12 +153,9 @@ def one_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
             thread.join(0.01)
 
 
-def _chunks() -> Iterator[Bytes]:
-    """Buffers for chunks, in turns, on page borders as direct writes need them."""
-    buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS_IN_FLIGHT)]
-    arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
-    while True:
-        yield from arrays
+def _chunks(number: int, size: int) -> list[Bytes]:
+    """Buffers on page borders, as direct writes need them."""
+    return [np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8) for _ in range(number)]
 
 
 # --- to the disk ------------------------------------------------------------------------------
@@ -200,15 +203,16 @@ def write_hashed(
 ) -> FileRecord:
     """A file of `beginning` and then the sources, synced when this returns."""
     hasher, size = new_hasher(HASH), 0
-    descriptor, is_direct = _open_new(path)
+    descriptor = _open_new(path)
     try:
-        with closing(one_ahead(_filled(beginning, sources, hasher))) as filled:
-            for chunk, length in filled:
-                is_direct = _write(descriptor, chunk, length, size, is_direct)
+        with closing(_Writers(descriptor)) as writers:
+            for chunk, length in _filled(beginning, sources, writers):
+                hasher.update(chunk[:length].data)
+                writers.put(chunk, length, size)
                 size += length
                 beat()
-        if is_direct:
-            os.ftruncate(descriptor, size)
+            writers.finish()
+        os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -217,11 +221,10 @@ def write_hashed(
 
 
 def _filled(
-    beginning: bytes, sources: Iterable[Outgoing], hasher: Hasher
+    beginning: bytes, sources: Iterable[Outgoing], writers: _Writers
 ) -> Iterator[tuple[Bytes, int]]:
-    """Chunks, all but the last full, and how many bytes of them count; hashed."""
-    chunks = _chunks()
-    chunk, used = next(chunks), 0
+    """Chunks, all but the last full, and how many bytes of them count."""
+    chunk, used = writers.free_chunk(), 0
     for source in [Outgoing(torch.frombuffer(bytearray(beginning), dtype=torch.uint8)), *sources]:
         left = source.nbytes
         while left:
@@ -229,38 +232,91 @@ def _filled(
             source.fill(chunk[used : used + count])
             left, used = left - count, used + count
             if used == CHUNK_BYTES:
-                hasher.update(chunk.data)
                 yield chunk, used
-                chunk, used = next(chunks), 0
+                chunk, used = writers.free_chunk(), 0
     if used:
-        hasher.update(chunk[:used].data)
         yield chunk, used
 
 
-def _open_new(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether what is written to it goes past the page cache."""
+class _Writers:
+    """Threads that write the chunks of one file, each at its place, in any order.
+
+    To be closed before the file is: nothing is written after that.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._free: SimpleQueue[Bytes] = SimpleQueue()
+        self._full: SimpleQueue[tuple[Bytes, int, int] | None] = SimpleQueue()
+        self._errors: list[BaseException] = []
+        for chunk in _chunks(CHUNKS_TO_WRITE, CHUNK_BYTES):
+            self._free.put(chunk)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"checkpoint-writer-{number}", daemon=True)
+            for number in range(WRITERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def free_chunk(self) -> Bytes:
+        """One that is not waiting to be written; raises what went wrong with any before."""
+        chunk = self._free.get()
+        self._raise_error()
+        return chunk
+
+    def put(self, chunk: Bytes, length: int, start: int) -> None:
+        """Write `length` bytes of it at `start`, and what follows them up to a whole block."""
+        self._full.put((chunk, length, start))
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        for _ in self._threads:
+            self._full.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._raise_error()
+
+    def close(self) -> None:
+        if self._threads:
+            self._errors.append(Abandoned())  # what is left need not be written
+        with suppress(Exception):
+            self.finish()
+
+    def _raise_error(self) -> None:
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self) -> None:
+        while (given := self._full.get()) is not None:
+            chunk, length, start = given
+            try:
+                if not self._errors:
+                    _write(self._descriptor, chunk[: length + -length % BLOCK_BYTES], start)
+            except BaseException as error:
+                self._errors.append(error)
+            self._free.put(chunk)
+
+
+def _open_new(path: Path) -> int:
+    """A descriptor; what is written to it goes past the page cache, where that can be."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     if direct := getattr(os, "O_DIRECT", 0):
         with suppress(OSError):
-            return os.open(path, flags | direct, 0o666), True
-    return os.open(path, flags, 0o666), False
+            return os.open(path, flags | direct, 0o666)
+    return os.open(path, flags, 0o666)
 
 
-def _write(descriptor: int, chunk: Bytes, length: int, start: int, is_direct: bool) -> bool:
-    """Write `length` bytes at `start`, the last ones of a file with what follows them up to a whole
-    block; returns whether this file can still be written directly."""
-    if is_direct:
-        try:
-            _write_all(descriptor, chunk[: length + -length % BLOCK_BYTES], start)
-            return True
-        except OSError as error:
-            # A file system may accept the flag and refuse its use.
-            if error.errno != errno.EINVAL:
-                raise
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    _write_all(descriptor, chunk[:length], start)
-    return False
+def _write(descriptor: int, blocks: Bytes, start: int) -> None:
+    try:
+        _write_all(descriptor, blocks, start)
+    except OSError as error:
+        # A file system may accept the flag and refuse its use.
+        if error.errno != errno.EINVAL:
+            raise
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
+        _write_all(descriptor, blocks, start)
 
 
 def _write_all(descriptor: int, content: Bytes, start: int) -> None:
@@ -307,7 +363,7 @@ def read_hashed(
 
 def _read(descriptor: int) -> Iterator[tuple[Bytes, int]]:
     start = 0
-    for chunk in _chunks():
+    for chunk in cycle(_chunks(CHUNKS_READ, READ_BYTES)):
         count = os.preadv(descriptor, [chunk.data], start)
         if count == 0:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -207,6 +208,7 @@ class _Save:
             serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
             write_manifest(meeting.directory, self.step, serial, indices, self.state_bytes)
             sync_directory(meeting.directory)
+            self.ranks.may_commit()
             commit(meeting.directory, self.target)
         finally:
             meeting.abandon()
@@ -256,7 +258,8 @@ class _Save:
             return self._write_shards(directory), ""
         except (OSError, CheckpointError) as error:
             self._discard(directory)
-            return None, self._reason(error)
+            where = f" (on {socket.gethostname()})" if self.ranks.size > 1 else ""
+            return None, f"{self._reason(error)}{where}"
 
     def _write_shards(self, directory: Path) -> Part:
         return write_shards(directory, self.shards, self._label(), self.ranks.beat, self.sources)

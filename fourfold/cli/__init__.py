@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from fourfold import __version__, heartbeat
-from fourfold.errors import UserError, report
+from fourfold.errors import RunError, UserError, report
 
 # Verb -> its file; that of a group of verbs has an `app` of its own.
 VERBS = {
@@ -32,6 +32,7 @@ VERBS = {
     "plan": "plan",
     "rehearse": "rehearse",
     "doctor": "plan",
+    "submit": "submit",
     "accept": "accept",
     "mup": "mup",
     "quickstart": "quickstart",
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             if sys.stdout is not None:  # as it is when it was closed (`>&-`)
                 sys.stdout.flush()
-    except (UserError, KeyboardInterrupt) as error:
+    except (UserError, RunError, KeyboardInterrupt) as error:
         if heartbeat.is_attached():
             raise  # a script's call of this in many ranks, of which one error is shown
         sys.exit(report(error))

@@ -47,13 +47,16 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 def refuse_several_processes(verb: str) -> None:
     """For a verb that is one process: each of a launcher's would do all of it over again."""
-    from fourfold.launch.launchers import join_launcher
+    from fourfold.launch.launchers import Launcher, started_by
 
-    launcher = join_launcher(dict(os.environ))
-    if launcher is not None and launcher.world_size > 1:
+    found = started_by(os.environ)
+    if found is None:
+        return
+    several = found.world_size if isinstance(found, Launcher) else found.most
+    if several > 1:
         raise UserError(
-            f"{verb} is one process, and {launcher.name} started {launcher.world_size}; start it "
-            "without a launcher, or with one process"
+            f"{verb} is one process, and {found.name} started {several}; start it without a "
+            "launcher, or with one process"
         )
 
 

@@ -24,7 +24,7 @@ def rehearse(
         typer.Option(
             min=1,
             help="Micro-batches of the step.",
-            show_default="the file's, at most twice the pipeline's ranks",
+            show_default="the file's, at most one for each pipeline stage",
         ),
     ] = None,
     all_ranks: Annotated[

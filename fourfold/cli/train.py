@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fourfold.cli.options import ConfigFile, Overrides
-from fourfold.errors import UserError
+from fourfold.errors import UserError, say
 from fourfold.processors import threads_of_rank
 from fourfold.signals import answer_with_stacks
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from fourfold.config import Config
     from fourfold.convert import ForeignModel
     from fourfold.engine.monitoring import Prediction
+    from fourfold.launch.rounds import Machines
+    from fourfold.launch.scheduled import MachineStart
+
+# Where the number of machines may change: failures without progress between them, and how long a
+# machine may be silent.
+ELASTIC_RESTARTS = 10
+ELASTIC_LOST_SECONDS = 10.0
+FIRST_PAUSE_SECONDS = 1.0
 
 Processes = Annotated[
     int | None, typer.Option(min=1, help="Number of processes to start on this machine.")
@@ -38,10 +46,37 @@ HangSeconds = Annotated[
     float | None,
     typer.Option(help="With --nproc: abort if no process makes progress for this many seconds."),
 ]
-NumNodes = Annotated[
-    int | None, typer.Option(min=1, help="Number of machines; runs torchrun on this one.")
+LostSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="With --nnodes: a machine not heard of for this many seconds is lost; by default 10 "
+        "with MIN:MAX, else Distributed.timeout_seconds."
+    ),
 ]
-NodeRank = Annotated[int | None, typer.Option(min=0, help="Which machine this is, from 0.")]
+StoppedCode = Annotated[
+    int,
+    typer.Option(
+        "--stopped-exit-code",
+        min=0,
+        max=125,
+        help="Exit code of a run that a signal stopped, saved, before its last step.",
+    ),
+]
+NumNodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Number of machines; with MIN:MAX the run goes on with those there are.",
+    ),
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Which machine this is, from 0; ranks are in this order, and machine 0 is the one "
+        "--master names.",
+    ),
+]
 Master = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 can be reached.")
 ]
@@ -66,21 +101,57 @@ def train(
     nnodes: NumNodes = None,
     node_rank: NodeRank = None,
     master: Master = None,
+    lost_seconds: LostSeconds = None,
+    stopped_exit_code: StoppedCode = 0,
     auto: Auto = False,
     cluster: ClusterOption = None,
 ) -> None:
     """Train the model a YAML file describes; resumes if the run has checkpoints.
 
-    Without --nproc one process trains, or those that torchrun, srun or mpirun started.
+    Without --nproc one process trains, or those that torchrun, srun or mpirun started. On machines
+    that Kubeflow, an indexed Job or SkyPilot started, every one of them takes part.
     """
     answer_with_stacks()
+    if nnodes is None and node_rank is None and master is None:
+        nproc, started = _announced_machines(nproc)
+        if started is not None:
+            nnodes, node_rank, master = started.nnodes, started.node_rank, started.master
     _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
-    run = TrainRun(config, override or [], auto, cluster)
-    if nnodes is not None:
-        assert nproc is not None and node_rank is not None and master is not None
-        _train_on_nodes(run, nproc, max_restarts or 0, (nnodes, node_rank, master))
-    else:
+    run = TrainRun(config, override or [], auto, cluster, stopped_code=stopped_exit_code)
+    if nnodes is None:
+        if lost_seconds is not None:
+            raise UserError("--lost-seconds is for several machines; give --nnodes too")
         raise typer.Exit(run.fit(nproc, max_restarts or 0, hang_seconds).exit_code)
+    from fourfold.launch.launchers import read_machines
+
+    assert nproc is not None and master is not None
+    machines = read_machines(nnodes, node_rank, master)
+    if max_restarts is None:
+        max_restarts = ELASTIC_RESTARTS if machines.elastic else 0
+    code = _train_on_machines(run, machines, nproc, max_restarts, hang_seconds, lost_seconds)
+    raise typer.Exit(code)
+
+
+def _announced_machines(nproc: int | None) -> tuple[int | None, MachineStart | None]:
+    """The number of processes of this machine, and its place among the others where a scheduler
+    started one process on each of several."""
+    from fourfold.launch.launchers import machines_to_start
+    from fourfold.launch.scheduled import num_gpus
+
+    started = machines_to_start(os.environ, nproc)
+    if started is None:
+        return nproc, None
+    if started.most == 1:
+        several = started.nproc if started.nproc != 1 else None
+        return (several if nproc is None else nproc), None
+    nproc = nproc or started.nproc or num_gpus() or 1
+    which = "a machine" if started.node_rank is None else f"machine {started.node_rank}"
+    say(
+        f"{started.name}: {which} of {started.nnodes}, {nproc} process(es) here, meeting at "
+        f"{started.master}",
+        sys.stderr,
+    )
+    return nproc, started
 
 
 @dataclass(frozen=True)
@@ -99,6 +170,7 @@ class TrainRun:
     auto: bool = False
     cluster: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)  # keys that the command itself sets
+    stopped_code: int = 0
 
     def resolve(self, world_size: int | None) -> tuple[Config, Prediction | None]:
         """The configuration for that many processes (None: one, started by hand), and what its plan
@@ -134,22 +206,20 @@ class TrainRun:
 
             refuse_inside_launcher(os.environ, f"--nproc {nproc}")
             config, expected = self.resolve(nproc)
-            code = _fit_in_processes(config, expected, nproc, max_restarts, hang_seconds, save)
+            limits = (max_restarts, hang_seconds, self.stopped_code)
+            code = _fit_in_processes(config, expected, nproc, limits, save)
             return FinishedRun(code, config, nproc)
         world_size = _join_others()
         config, expected = self.resolve(world_size if world_size > 1 else None)
         with _without_garbage():
             from fourfold.engine import build_engine
+            from fourfold.launch.unsupervised import speaking_for
 
-        build_engine(config, world_size, expected, partial(_open_foreign, config)).fit(save=save)
-        return FinishedRun(0, config, world_size)
-
-    def words(self) -> list[str]:
-        """The same as arguments of the command."""
-        again = ["train", "-c", str(self.file)]
-        again += [word for text in self.overrides for word in ("-o", text)]
-        again += ["--auto"] if self.auto else []
-        return again + (["--cluster", self.cluster] if self.cluster is not None else [])
+        seconds = config.Distributed.timeout_seconds
+        with speaking_for(int(os.environ.get("RANK", "0")), world_size, seconds):
+            engine = build_engine(config, world_size, expected, partial(_open_foreign, config))
+            stopped = engine.fit(save=save)
+        return FinishedRun(self.stopped_code if stopped else 0, config, world_size)
 
 
 def _join_others() -> int:
@@ -169,11 +239,11 @@ def _fit_in_processes(
     config: Config,
     expected: Prediction | None,
     nproc: int,
-    max_restarts: int,
-    hang_seconds: float | None,
+    limits: tuple[int, float | None, int],
     save: bool,
 ) -> int:
     """All processes of one machine, started and watched by this one; the exit code."""
+    max_restarts, hang_seconds, stopped_code = limits
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     # Imported before the fork, so that no rank has to do it, nor any rank after a restart.
     with _without_garbage():
@@ -199,6 +269,7 @@ def _fit_in_processes(
             stop_seconds=hang_seconds,
             saved_step=lambda: _saved_step(output_dir),
             threads=threads_of_rank(nproc, take_turns=take_turns),
+            stopped_code=stopped_code,
         )
     finally:
         held.release()
@@ -243,25 +314,66 @@ def _saved_step(output_dir: Path) -> int | None:
     return int(found[0].name.removeprefix("step_").removesuffix(".old")) if found else None
 
 
-def _train_on_nodes(
+def _train_on_machines(
     run: TrainRun,
+    machines: Machines,
     nproc: int,
     max_restarts: int,
-    nodes: tuple[int, int, str],
-) -> None:
-    from fourfold.launch.launchers import Nodes, become, torchrun_command
+    hang_seconds: float | None,
+    lost_seconds: float | None,
+) -> int:
+    """This machine's part of a run over several; the exit code."""
+    from fourfold.launch.launchers import refuse_inside_launcher
 
-    resolved, _ = run.resolve(nproc * nodes[0])
-    log_dir = Path(resolved.Engine.save_load.output_dir) / "logs"
-    command = torchrun_command(Nodes(*nodes), nproc, max_restarts, log_dir, run.words())
-    become(command)
+    refuse_inside_launcher(os.environ, "--nnodes", on_every_machine=True)
+    # Before torch is loaded: a connection that is lost is ours to tell, not in C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config, _ = run.resolve(nproc * machines.most)
+    take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
+    with _without_garbage():
+        from fourfold.engine import build_engine
+        from fourfold.launch.agent import Limits, run_agent
+        from fourfold.launch.supervisor import Restarts
+        from fourfold.parallel import layout_of, preload
+
+        preload(layout_of(config))
+    output_dir = Path(config.Engine.save_load.output_dir)
+    patience = config.Distributed.timeout_seconds
+    if lost_seconds is None:
+        lost_seconds = min(ELASTIC_LOST_SECONDS, patience) if machines.elastic else patience
+    hang_seconds = patience if hang_seconds is None else hang_seconds
+
+    if machines.elastic and config.Data.batch_size.rampup is None:
+        # A batch given for each rank is that of all machines, however many there are.
+        batch = config.Data.batch_size.global_batch_size
+        sizes = {"global_batch_size": batch, "local_batch_size": None}
+        pinned = {f"Data.batch_size.{key}": value for key, value in sizes.items()}
+        run = replace(run, values={**run.values, **pinned})
+
+    def plan(world_size: int) -> Callable[[], object]:
+        config, expected = run.resolve(world_size)
+        foreign = partial(_open_foreign, config)
+        return lambda: build_engine(config, world_size, expected, foreign).fit()
+
+    return run_agent(
+        machines,
+        nproc,
+        plan,
+        output_dir / "logs",
+        Limits(hang_seconds, lost_seconds, hang_seconds),
+        Restarts(max_restarts, FIRST_PAUSE_SECONDS, lambda: _saved_step(output_dir)),
+        stopped_code=run.stopped_code,
+        threads=threads_of_rank(nproc, take_turns=take_turns),
+        echo=partial(say, stream=sys.stdout),
+        tell=partial(say, stream=sys.stderr),
+    )
 
 
 def _refuse_what_would_be_ignored(
     nproc: int | None,
     max_restarts: int | None,
     hang_seconds: float | None,
-    nnodes: int | None,
+    nnodes: str | None,
     node_rank: int | None,
     master: str | None,
 ) -> None:
@@ -271,17 +383,12 @@ def _refuse_what_would_be_ignored(
             f"{given} is for processes started here; give their number with --nproc (1 will do), "
             "or use the option of the launcher that starts them"
         )
-    several = {"--nnodes": nnodes, "--node-rank": node_rank, "--master": master, "--nproc": nproc}
+    several = {"--nnodes": nnodes, "--master": master, "--nproc": nproc}
     missing = [name for name, value in several.items() if value is None]
-    if missing and missing != list(several)[:3] and missing != list(several):
+    asked = nnodes is not None or master is not None or node_rank is not None
+    if asked and missing:
         raise UserError(
-            f"several machines need --nnodes, --node-rank, --master and --nproc; "
-            f"{' and '.join(missing)} missing"
-        )
-    if nnodes is not None and hang_seconds is not None:
-        raise UserError(
-            "--hang-seconds works on one machine only; across several, a hang ends when the "
-            "waiting collective times out"
+            f"several machines need --nnodes, --master and --nproc; {' and '.join(missing)} missing"
         )
     if hang_seconds is not None and not hang_seconds > 0:
         raise UserError(f"--hang-seconds {hang_seconds:g} must be greater than 0")

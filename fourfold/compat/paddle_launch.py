@@ -17,14 +17,18 @@ import runpy
 import sys
 from argparse import REMAINDER, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
 
 from fourfold.errors import UserError, report
-from fourfold.launch.launchers import Nodes, become, refuse_inside_launcher, torchrun_command
+from fourfold.launch.launchers import (
+    Nodes,
+    become,
+    refuse_inside_launcher,
+    torchrun_command,
+)
+from fourfold.launch.scheduled import num_gpus
 from fourfold.launch.supervisor import supervise
 
 PROGRAM = "python -m fourfold.launch"
@@ -67,7 +71,7 @@ def launch(job: ScriptJob) -> int:
     if job.devices is not None:
         # Before anything looks for a GPU: what is visible then stays so.
         os.environ[VISIBLE] = ",".join(_among_the_visible(job.devices))
-    nproc = job.nproc or _num_gpus() or 1
+    nproc = job.nproc or num_gpus() or 1
     if job.nodes is not None:
         _hand_to_torchrun(job, job.nodes, nproc)
     if nproc > 1:
@@ -117,14 +121,6 @@ def _among_the_visible(devices: list[str]) -> list[str]:
             f"name devices it shows, or unset {VISIBLE}"
         )
     return devices
-
-
-def _num_gpus() -> int:
-    """Counted in a separate process: one that has initialised CUDA must not fork ranks."""
-    import torch
-
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as aside:
-        return aside.submit(torch.cuda.device_count).result()
 
 
 # -- reading the command line ------------------------------------------------------------------

@@ -11,11 +11,15 @@ given what it works with:
 
 from __future__ import annotations
 
+import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 from fourfold import heartbeat
 from fourfold.config import Config
 from fourfold.device import select_device, set_numerics
+from fourfold.engine.agreement import check_agreement, compare_hardware, facts_of
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
@@ -44,11 +48,16 @@ def build_engine(
     layout.check(world_size)
     set_numerics(config.Engine.matmul_precision, config.Engine.deterministic)
     device = select_device(config.Global.device)
+    if device.type == "cuda" and world_size > 1:
+        _record_flights(Path(config.Engine.save_load.output_dir))
     mesh = connect(layout, device, config.Distributed.timeout_seconds)
+    check_agreement(mesh, facts_of(config))
     # Rank 0 makes the index caches, the others then find them.
     data = mesh.rank_0_first(
         lambda: open_run_data(config, layout, mesh.data_rank, checked=mesh.rank != 0)
     )
+    check_agreement(mesh, {"the training data": data.train_fingerprint})
+    data.notices += compare_hardware(mesh, device)
     # Before allocating memory that another run in the same directory may need.
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     if open_foreign is not None:
@@ -56,6 +65,16 @@ def build_engine(
     runner = parallelize(config, mesh, device)
     optimizer = build_optimizer(config, runner)
     return Engine(config, data, runner, optimizer, claimed, prediction, open_foreign)
+
+
+def _record_flights(output_dir: Path) -> None:
+    """Have torch's flight recorder leave what each rank's collectives were when one times out."""
+    place = output_dir / "logs" / socket.gethostname()
+    with suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(place / "flight_"))
 
 
 def _claim(config: Config, mesh: Mesh) -> Claim | None:

@@ -4,6 +4,11 @@ The supervisor of a run, or where there is none its rank 0, holds the file `.loc
 locked by `flock`, which processes forked later hold too, and which the kernel releases when the
 last of them has ended, however it ended: a dead run keeps nobody out.
 
+Machines of one launch may take the directory over from each other: when the network was cut, those
+that go on cannot wait for a machine that nobody reaches and that may hold the file for hours. They
+put another file in its place, with a higher epoch, and whoever holds the older one finds out before
+it commits anything (`Claim.check`) and ends.
+
 On a file system without such locks the file is a lease. Its holder renews it every few seconds; it
 expires after `LEASE_SECONDS` without renewal, or at once if its process has ended on this machine.
 """
@@ -24,9 +29,11 @@ from pathlib import Path
 from typing import IO
 from weakref import WeakValueDictionary
 
-from fourfold.errors import UserError
+from fourfold.errors import RunError, UserError
 
 LOCK_FILE = ".lock"
+# What names the launch that a process belongs to, the same on all its machines.
+LAUNCH = "FOURFOLD_LAUNCH"
 # What a killed run may need to be gone.
 WAIT_SECONDS = 5.0
 POLL_SECONDS = 0.1
@@ -52,6 +59,25 @@ class Claim:
     @property
     def is_held(self) -> bool:
         return not self._released.is_set()
+
+    def check(self) -> None:
+        """Before something is committed: a `RunError` if other machines have taken over."""
+        try:
+            # Opened, not only looked at: a network file system then asks its server.
+            with self.path.open(encoding="utf-8") as now:
+                if self._file is not None:
+                    same = os.fstat(now.fileno()).st_ino == os.fstat(self._file.fileno()).st_ino
+                else:
+                    same = _read(self.path).get("token") == self._token
+        except FileNotFoundError:
+            return  # removed by hand; whoever takes over leaves another one
+        if not same:
+            owner = _read(self.path)
+            raise RunError(
+                f"{self.path.parent} was taken over by process {owner.get('pid')} on "
+                f"{owner.get('host')} (epoch {owner.get('epoch')}, since {owner.get('started')}) "
+                f"while {socket.gethostname()} was cut off; this process ends and writes nothing"
+            )
 
     def release(self) -> None:
         """Release it; if it was inherited, only for this process."""
@@ -109,6 +135,9 @@ def _lock(path: Path) -> Claim | None:
         except FileNotFoundError:
             pass
         except BlockingIOError:
+            if _is_of_our_launch(path):
+                file.close()
+                return _take_over(path)
             if time.monotonic() > deadline:
                 file.close()
                 raise _refusal(path) from None
@@ -119,7 +148,7 @@ def _lock(path: Path) -> Claim | None:
                 return None
             raise
         file.close()
-    token, owner = _introduction()
+    token, owner = _introduction(_next_epoch(path))
     # On a full disk the lock is held all the same. Past the file's own buffer, which would try
     # again when it is closed.
     with suppress(OSError):
@@ -128,14 +157,35 @@ def _lock(path: Path) -> Claim | None:
     return Claim(path, file, token)
 
 
+def _take_over(path: Path) -> Claim:
+    """From a process of the same launch, which may not be reachable: by a file in its place."""
+    token, owner = _introduction(_next_epoch(path))
+    aside = path.with_name(f"{LOCK_FILE}.{token}")
+    file = aside.open("a+", encoding="utf-8")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(file.fileno(), owner.encode())
+    aside.replace(path)
+    return Claim(path, file, token)
+
+
+def _is_of_our_launch(path: Path) -> bool:
+    launch = os.environ.get(LAUNCH)
+    return launch is not None and _read(path).get("launch") == launch
+
+
+def _next_epoch(path: Path) -> int:
+    epoch = _read(path).get("epoch")
+    return 1 + (epoch if isinstance(epoch, int) else 0)
+
+
 def _lease(path: Path) -> Claim:
     deadline = time.monotonic() + WAIT_SECONDS
-    token, owner = _introduction()
+    token, owner = _introduction(_next_epoch(path))
     temporary = path.with_name(f"{LOCK_FILE}.{token}")
     try:
         while True:
             temporary.write_text(owner, encoding="utf-8")
-            if _is_void(path, temporary.stat().st_mtime):
+            if _is_of_our_launch(path) or _is_void(path, temporary.stat().st_mtime):
                 break
             if time.monotonic() > deadline:
                 raise _refusal(path)
@@ -168,7 +218,7 @@ def _is_void(path: Path, now: float) -> bool:
     return not owner or now - renewed > LEASE_SECONDS
 
 
-def _introduction() -> tuple[str, str]:
+def _introduction(epoch: int) -> tuple[str, str]:
     """A token of our own, and what the file says about us."""
     token = secrets.token_hex(8)
     owner = {
@@ -176,6 +226,8 @@ def _introduction() -> tuple[str, str]:
         "pid": os.getpid(),
         "started": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "token": token,
+        "launch": os.environ.get(LAUNCH),
+        "epoch": epoch,
     }
     return token, json.dumps(owner)
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +59,8 @@ class Engine:
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
+        if claim is not None:
+            self.ranks = replace(self.ranks, may_commit=claim.check)
         self.batch_schedule = config.batch_schedule
         self.output_dir = Path(config.Engine.save_load.output_dir)
         self.schedule = build_schedule(config)
@@ -77,8 +79,9 @@ class Engine:
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def fit(self, *, save: bool = True) -> None:
-        """Train from the current step to `max_steps`, then test. Returns early on a stop.
+    def fit(self, *, save: bool = True) -> bool:
+        """Train from the current step to `max_steps`, then test; returns whether a signal ended it
+        before.
 
         Without `save` it leaves no checkpoint and no picture: the run is only a measurement.
         """
@@ -98,9 +101,9 @@ class Engine:
             with listening as stop, saving.finishing(self):
                 if self.spikes is not None:
                     self._watch_spikes(self.spikes, watch, stop, save)
-                stopped = self._train(watch, stop, save)
+                reason = self._train(watch, stop, save)
                 watch.compare(self.step)
-                if not stopped:
+                if reason is None:
                     with watch.meter.timed("evaluate", self.step):
                         self.evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
@@ -108,6 +111,11 @@ class Engine:
                     self._draw(watch.sinks)
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
+        # Who sends a signal may start the run again; a STOP file is a person's, and final.
+        unfinished = self.step < self.config.Engine.max_steps
+        stopped = unfinished and reason is not None and reason.startswith("SIG")
+        heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
+        return stopped
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
@@ -132,7 +140,7 @@ class Engine:
     ) -> None:
         spikes.watch()
         self.updates.before_update = spikes.look
-        if spikes.section.action == "rewind" and save and self.step == 0:
+        if spikes.action == "rewind" and save and self.step == 0:
             # So that there is something to go back to from the first step on.
             saving.save(self, watch.meter, watch.sinks, stop, final=False)
 
@@ -153,8 +161,8 @@ class Engine:
             f"{engine.max_steps:,}; the learning rate follows {unit}"
         ]
 
-    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> bool:
-        """All steps up to the last, or to a stop; returns whether it was stopped."""
+    def _train(self, watch: Monitoring, stop: StopRequest, save: bool) -> str | None:
+        """All steps up to the last, or to a stop; returns what stopped it, if anything."""
         engine, meter, sinks = self.config.Engine, watch.meter, watch.sinks
         if self.step >= engine.max_steps:
             sinks.notice(f"step {self.step} reached Engine.max_steps={engine.max_steps}")
@@ -187,11 +195,12 @@ class Engine:
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
-        if stopping:
-            reason = self.mesh.broadcast_first(stop.reason())
-            kept = "; the run is saved" if save else ""
-            sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
-        return stopping
+        if not stopping:
+            return None
+        reason = self.mesh.broadcast_first(stop.reason())
+        kept = "; the run is saved" if save else ""
+        sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
+        return reason
 
     def advance(self, look: Callable[[Batch, float], None] | None = None) -> StepResult:
         """One step by itself, as `fit` computes it: nothing is logged, evaluated or saved.
@@ -349,8 +358,12 @@ class Engine:
             # The memory of all ranks is in it, and the others have nowhere to write it to.
             plan = describe(config, self.layout, self.runner, self.data, watch.peak.source)
             predicted = [] if self.prediction is None else [self.prediction.line()]
-            for line in [*self.notices, *plan, *predicted]:
+            placement = self.mesh.placement
+            hosts = [] if placement is None else placement.notices
+            for line in [*self.notices, *plan, *hosts, *predicted]:
                 watch.sinks.notice(line)
+            if placement is not None:
+                watch.sinks.notice(*placement.warnings, level="WARNING")
         return watch
 
     def outcome(self, result: StepResult) -> StepOutcome:

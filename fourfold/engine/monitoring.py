@@ -4,6 +4,7 @@ run compares at its end with what a plan predicted of it.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from fourfold.metrics import (
 from fourfold.metrics.jsonl import RunFacts, processor_of
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
+from fourfold.metrics.progress import KubeflowProgress
 from fourfold.model import ModelShape
 from fourfold.parallel import Precision
 
@@ -83,6 +85,7 @@ class Monitoring:
                 resume_step=done_steps,
                 max_steps=config.Engine.max_steps,
                 port=port,
+                progress=KubeflowProgress.from_environment(os.environ, config.Engine.max_steps),
             )
         closing.callback(self.sinks.close)
         if port is not None:

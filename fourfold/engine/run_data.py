@@ -143,11 +143,11 @@ class RunData:
                 f"the saved run has read or passed already (the next one is {place}); name later "
                 "ones, or start the run anew"
             )
-        if now == self.config.left_out == LeftOut():
+        if now == self.config.left_out:
             return []
         self.config.leave_out(now)
         self.change_batches()
-        return [f"left out of the training data: {text_of_ranges(now.ranges)}"]
+        return [f"left out by the saved run: {text_of_ranges(saved.ranges)}"]
 
     def _check_split(self, saved: Rounding, checkpoint: str) -> None:
         """Refuse to move documents between training, validation and test in mid-run."""
@@ -231,6 +231,8 @@ def _open(config: Config, layout: Layout, data_rank: int) -> RunData:
         for source in sources:
             source.keep_fingerprint()
     eos_token_id, origin = find_end_of_text(config, sources)
+    if left_out := LeftOut.of(config.Data.dataset.leave_out):
+        notices.append(f"left out of the training data: {text_of_ranges(left_out.ranges)}")
     notices.append(f"end-of-text id: {eos_token_id} ({origin})")
     feeds = RunData(
         config,

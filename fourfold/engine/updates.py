@@ -25,7 +25,7 @@ from fourfold.parallel import Runner
 
 
 @dataclass(frozen=True)
-class Limits:
+class SpikeLimits:
     """What the loss and the gradient norm of a step may come to; see `fourfold.engine.spikes`."""
 
     loss: float = math.inf
@@ -75,7 +75,7 @@ class Updates(Protocol):
         learning_rate: float,
         scale: float | Tensor,
         asked: bool,
-        limits: Limits | None = None,
+        limits: SpikeLimits | None = None,
     ) -> None:
         """Update the weights with the gradients of `step`, and clear these.
 
@@ -113,7 +113,7 @@ class HostUpdates:
         learning_rate: float,
         scale: float | Tensor,
         asked: bool,
-        limits: Limits | None = None,
+        limits: SpikeLimits | None = None,
     ) -> None:
         scale = float(scale)
         squares = float(self.runner.squared_norm())
@@ -162,7 +162,7 @@ class DeviceUpdates:
         learning_rate: float,
         scale: float | Tensor,
         asked: bool,
-        limits: Limits | None = None,
+        limits: SpikeLimits | None = None,
     ) -> None:
         # Filled, not copied: a copy from the host would be waited for.
         stops = share.new_full((), float(asked), dtype=torch.float64)

@@ -27,7 +27,7 @@ SAME_MOMENT_SECONDS = 0.25
 SHOWN_LINES = 25
 LAST_CHARACTERS = 20_000
 
-_LOST_PEER = re.compile(
+LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|socket timeout"
     r"|remote process exited|wait timeout|socket closed",
     re.IGNORECASE,
@@ -47,7 +47,7 @@ def lost_a_peer(end: Ending) -> bool:
     """Whether its error is only that another rank did not answer."""
     # A pipeline puts an error of its own behind that of the connection, with every shape it holds.
     last_words = end.error_text()[-LAST_CHARACTERS:]
-    return end.status > 0 and _LOST_PEER.search(last_words) is not None
+    return end.status > 0 and LOST_PEER.search(last_words) is not None
 
 
 def _blame_order(end: Ending) -> int:
@@ -57,12 +57,15 @@ def _blame_order(end: Ending) -> int:
     return 1 if end.status == -signal.SIGABRT else 0
 
 
-def explain(cause: Ending, endings: list[Ending]) -> list[str]:
-    """Lines for the console: which rank, how it ended, its error, where its log is."""
+def explain(cause: Ending, endings: list[Ending], host: str = "") -> list[str]:
+    """Lines for the console: which rank, how it ended, its error, where its log is.
+
+    With the `host` where there are several.
+    """
     text = cause.error_text().rstrip()
     if cause.is_user_error and text:
         return text.splitlines()
-    lines = [f"fourfold: {how_it_ended(cause)}"]
+    lines = [f"fourfold: {how_it_ended(cause, host)}"]
     left = sorted(end.rank for end in endings if end.status == 0)
     if lost_a_peer(cause) and left:
         lines.append(f"fourfold: before that, {ranks(left)} had ended with exit code 0")
@@ -74,14 +77,15 @@ def explain(cause: Ending, endings: list[Ending]) -> list[str]:
     return [*lines, f"fourfold: the log of rank {cause.rank} is {cause.log.path}"]
 
 
-def how_it_ended(end: Ending) -> str:
+def how_it_ended(end: Ending, host: str = "") -> str:
+    who = f"rank {end.rank} on {host}" if host else f"rank {end.rank}"
     if end.status > 0:
-        return f"rank {end.rank} failed at {end.last} with exit code {end.status}"
+        return f"{who} failed at {end.last} with exit code {end.status}"
     name = _SIGNAL_NAMES.get(-end.status, "a real-time signal")
     hint = ""
     if end.status == -signal.SIGKILL:
         hint = "; unless someone killed it, the machine ran out of memory"
-    return f"rank {end.rank} was killed by signal {-end.status} ({name}) at {end.last}{hint}"
+    return f"{who} was killed by signal {-end.status} ({name}) at {end.last}{hint}"
 
 
 def _last_words(text: str, status: int) -> list[str]:
@@ -142,11 +146,15 @@ class RankStack:
     last: Beat
     state: str
     frames: list[Frame]
+    host: str = ""  # where there are several
+    waits: bool | None = None  # as another machine has found out
 
     @property
     def waits_for_others(self) -> bool:
         """Inside torch.distributed or a collective of ours, or in an operator called from there,
         or in `Work.wait`."""
+        if self.waits is not None:
+            return self.waits
         for frame in self.frames:
             if not frame.file.endswith("/torch/_ops.py"):
                 # Waits written in Python have a frame of their own; Work.wait is native.
@@ -160,7 +168,8 @@ class RankStack:
             where = " < ".join(str(frame) for frame in self.frames[:SHOWN_FRAMES])
         else:
             where = CANNOT_ANSWER.get(self.state, "does not answer")
-        return f"rank {self.rank}, at {self.last}: {where}"
+        who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        return f"{who}, at {self.last}: {where}"
 
 
 def take_stacks(group: WorkerGroup) -> list[RankStack]:
@@ -205,12 +214,14 @@ def suspects(stacks: list[RankStack]) -> list[RankStack]:
     return [min(stacks, key=lambda stack: (stack.last.step, stack.last.seconds))]
 
 
-def explain_hang(stacks: list[RankStack], log_dir: Path) -> list[str]:
+def explain_hang(stacks: list[RankStack], log_dir: Path | None) -> list[str]:
     """Lines for the console: which rank hangs, where each rank is, where the stacks are."""
     blamed = suspects(stacks)
     others = [stack for stack in stacks if stack not in blamed]
     waiting = [stack.rank for stack in stacks if stack.waits_for_others]
+    hosts = {stack.host for stack in blamed} - {""}
     named = ranks([stack.rank for stack in blamed])
+    named += f" on {', '.join(sorted(hosts))}" if hosts else ""
     if len(waiting) == len(stacks) > 1:
         said = f"all ranks wait for each other; {named} is furthest behind"
     else:
@@ -221,4 +232,4 @@ def explain_hang(stacks: list[RankStack], log_dir: Path) -> list[str]:
     lines = [f"fourfold: {said}", *(f"    {stack}" for stack in shown)]
     if len(shown) < len(stacks):
         lines.append(f"    and {len(stacks) - len(shown)} more")
-    return [*lines, STACKS_PLACE.format(directory=log_dir)]
+    return lines if log_dir is None else [*lines, STACKS_PLACE.format(directory=log_dir)]

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from fourfold.errors import USER_ERROR_EXIT, say
+from fourfold.heartbeat import STOPPED
 from fourfold.launch.diagnosis import (
     STACKS_PLACE,
     explain,
@@ -38,7 +39,7 @@ Echo = Callable[[str], None]
 
 
 def supervise(
-    work: Callable[[], None],
+    work: Callable[[], object],
     nproc: int,
     log_dir: Path,
     *,
@@ -50,13 +51,15 @@ def supervise(
     saved_step: Callable[[], int | None] | None = None,
     log_name: str = LOG_NAME,
     threads: int | None = None,
+    stopped_code: int = 0,
     echo: Echo | None = None,
     tell: Echo | None = None,
 ) -> int:
     """Run `work` in `nproc` forked ranks until all have ended; the exit code for the command.
 
-    0 when all ranks succeeded, 2 after a `UserError`, 128 + n after a stop by signal n that ranks
-    did not survive, else 1. `saved_step` returns the step of the last checkpoint, if there is one:
+    0 when all ranks succeeded (`stopped_code` after a stop that was saved), 2 after a `UserError`,
+    128 + n after a stop by signal n that ranks did not survive, else 1. `saved_step` returns the
+    step of the last checkpoint, if there is one:
     where the run resumes, and whether it made progress. `log_name` is where a rank writes below
     `log_dir`, `threads` those of each rank (default: its share of the processors). `echo` gets the
     lines of rank 0 (default: standard output), and `tell` those of the supervisor itself (default:
@@ -71,10 +74,13 @@ def supervise(
             store = Path(stores) / f"store_{attempt}"
             with WorkerGroup(work, nproc, attempt, log_dir, store, log_name, threads) as workers:
                 limits = (hang_seconds, stop_seconds, grace_seconds)
-                code = Watch(workers, signals, echo, tell, *limits).run()
+                watch = Watch(workers, signals, echo, tell, *limits)
+                code = watch.run()
             if workers.running:
                 tell(f"fourfold: processes {[*workers.running.values()]} cannot be killed")
                 return FAILED
+            if code == 0:
+                return stopped_code if watch.was_stopped() else 0
             if code != FAILED or signals.received or not restarts.another(tell):
                 return code
             signals.wait_out(restarts.pause_seconds)
@@ -169,6 +175,11 @@ class Watch:
         self.console.show(whole_lines=False)
         return 0
 
+    def was_stopped(self) -> bool:
+        """Whether ranks that ended well did so because they were asked to, and saved."""
+        board = self.workers.board
+        return any(board.last_beat(rank).phase == STOPPED for rank in self.workers.logs)
+
     def _wait(self) -> None:
         self.signals.wait(POLL_SECONDS)
         self.workers.reap()
@@ -254,12 +265,14 @@ class RankZeroLines:
 
     def __init__(self, workers: WorkerGroup, echo: Echo) -> None:
         self._board = workers.board
-        self._log = workers.logs[0]
-        self._offset = self._log.start
+        self._log = workers.logs.get(0)  # none where rank 0 is on another machine
+        self._offset = self._log.start if self._log else 0
         self._echo = echo
 
     def show(self, whole_lines: bool = True) -> None:
         """Pass on what is new since the last call; at the end also an unfinished line."""
+        if self._log is None:
+            return
         failure = self._board.failure(0)
         end = self._log.size() if failure is None else failure.log_offset
         self._offset = min(self._offset, end)  # the file may have been truncated

@@ -44,25 +44,28 @@ class WorkerGroup:
 
     def __init__(
         self,
-        work: Callable[[], None],
+        work: Callable[[], object],
         nproc: int,
         attempt: int,
         log_dir: Path,
         store: Path,
         log_name: str = LOG_NAME,
         threads: int | None = None,
+        place: Place | None = None,
     ) -> None:
-        self.board = Board(nproc)
-        names = [log_name.format(attempt=attempt, rank=rank) for rank in range(nproc)]
-        self.logs = [RankLog(log_dir / name, attempt) for name in names]
+        place = place or Place(0, nproc, {"FOURFOLD_STORE": str(store)})
+        ranks = range(place.first_rank, place.first_rank + nproc)
+        self.board = Board(nproc, place.first_rank)
+        names = {rank: log_name.format(attempt=attempt, rank=rank) for rank in ranks}
+        self.logs = {rank: RankLog(log_dir / name, attempt) for rank, name in names.items()}
         self.endings: list[Ending] = []
         self.running: dict[int, int] = {}  # rank to process id
         self._disturbed = False
         adopt_orphans(True)
         self._reaper, self._lifeline = _start_reaper(store.parent)
         try:
-            for rank, log in enumerate(self.logs):
-                spec = RankSpec(rank, nproc, attempt, store, log, self.board, os.getpid(), threads)
+            for rank, log in self.logs.items():
+                spec = RankSpec(rank, nproc, attempt, place, log, self.board, os.getpid(), threads)
                 self.running[rank] = self._fork(work, spec)
         except BaseException:
             self.kill()
@@ -73,12 +76,12 @@ class WorkerGroup:
 
     def __exit__(self, *raised: object) -> None:
         self.kill()
-        for log in self.logs:
+        for log in self.logs.values():
             log.close()
 
     @property
     def log_dir(self) -> Path:
-        return self.logs[0].path.parent
+        return next(iter(self.logs.values())).path.parent
 
     @property
     def failures(self) -> list[Ending]:
@@ -128,7 +131,7 @@ class WorkerGroup:
             return False
         return True
 
-    def _fork(self, work: Callable[[], None], spec: RankSpec) -> int:
+    def _fork(self, work: Callable[[], object], spec: RankSpec) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         # A stop that arrives before the rank has handlers of its own must wait, not get lost.
@@ -185,13 +188,23 @@ def _reap_group(theirs: int, ours: int, store_dir: Path) -> NoReturn:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which of all ranks of a run are those of this machine, and the variables by which they meet
+    the others."""
+
+    first_rank: int
+    world_size: int
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """What a rank gets from the supervisor, process `supervisor`."""
 
     rank: int
     nproc: int
     attempt: int
-    store: Path
+    place: Place
     log: RankLog
     board: Board
     supervisor: int
@@ -200,15 +213,15 @@ class RankSpec:
     def environment(self) -> dict[str, str]:
         return {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
-            "WORLD_SIZE": str(self.nproc),
+            "LOCAL_RANK": str(self.rank - self.place.first_rank),
+            "WORLD_SIZE": str(self.place.world_size),
             "LOCAL_WORLD_SIZE": str(self.nproc),
             "FOURFOLD_ATTEMPT": str(self.attempt),
-            "FOURFOLD_STORE": str(self.store),
+            **self.place.variables,
         }
 
 
-def run_rank(work: Callable[[], None], spec: RankSpec) -> NoReturn:
+def run_rank(work: Callable[[], object], spec: RankSpec) -> NoReturn:
     """Run `work` as one rank and end this process: 0, 2 after a `UserError`, 1 after others.
 
     By `os._exit`: the frames below it on the stack belong to the supervisor and must not be unwound
@@ -260,7 +273,7 @@ def _lines_to(descriptor: int) -> TextIO:
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
-def _exit_code(work: Callable[[], None], spec: RankSpec) -> int:
+def _exit_code(work: Callable[[], object], spec: RankSpec) -> int:
     try:
         work()
     except BaseException as error:

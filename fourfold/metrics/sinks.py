@@ -28,6 +28,7 @@ from fourfold.metrics.meter import Step, timestamp
 from fourfold.terminal import ProgressBar, duration, is_terminal
 
 if TYPE_CHECKING:
+    from fourfold.metrics.progress import KubeflowProgress
     from fourfold.metrics.prometheus import MetricsPort
 
 
@@ -128,10 +129,12 @@ class Sinks:
                     sink.rewind(step)
 
     def close(self) -> None:
-        for sink in self._sinks:
+        """The console last: it is told of those that cannot be closed, on a disk that is gone."""
+        while self._sinks:
+            *others, sink = self._sinks
+            self._sinks = tuple(others)
             with self._surviving(sink):
                 sink.close()
-        self._sinks = ()
 
     def __enter__(self) -> Self:
         return self
@@ -176,20 +179,21 @@ def open_sinks(
     max_steps: int | None = None,
     resume_step: int = 0,
     port: MetricsPort | None = None,
+    progress: KubeflowProgress | None = None,
 ) -> Sinks:
     """Open everything a run writes its metrics to, under `output_dir` (TensorBoard's files, if
     asked for, under a directory of their own).
 
     `resume_step` is the last step already done; what an earlier run recorded beyond it is dropped.
     `max_steps` is the end of the progress bar on a terminal, `style` the form of the lines; a
-    `console` that was made elsewhere is used as it is, and so is a metrics `port`.
+    `console` that was made elsewhere is used as it is, and so are a metrics `port` and the
+    `progress` of a TrainJob.
     """
     directory, config = Path(output_dir), _plain(config or {})
     if console is None:
         console = Console(max_steps=max_steps, start_step=resume_step, style=style)
     sinks: list[MetricSink] = [console]
-    if port is not None:
-        sinks.append(port)
+    sinks += [sink for sink in (port, progress) if sink is not None]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if wandb:

@@ -149,16 +149,23 @@ INLINE vi add_fours(vi sum, vi offset, vi b) {
   UNROLL for (int v = 0; v < NV; v++)
 #define EACH_ROW(rows) UNROLL for (int r = 0; r < (rows); r++)
 
-/* Weights are fetched this many bytes ahead of their use: the hardware stops at each page. */
+/* Weights are fetched before their use, since the hardware stops at each page: a tile of `panels`
+   panels fetches as many lines for each chunk that it reads. */
 #define AHEAD 2048
-INLINE void fetch(const void *place) { _mm_prefetch((const char *)place + AHEAD, _MM_HINT_T0); }
+typedef struct {
+  const char *place; /* for the first chunk */
+  int64_t step;      /* bytes from chunk to chunk */
+} Ahead;
+INLINE void fetch(const void *place) { _mm_prefetch((const char *)place, _MM_HINT_T0); }
+#define FETCH(chunk) \
+  UNROLL for (int p = 0; p < panels; p++) fetch(ahead.place + (chunk) * ahead.step + p * CHUNK);
 #define AT(w, chunk, p) ((w) + (chunk) * (BLOCK * CHUNK) + (p) * CHUNK)
 
 INLINE void tile_float32(const int rows, const int panels, const Matrix *m, const char *w,
-                         Rows x, vf (*sums)[4][NV]) {
+                         Ahead ahead, Rows x, vf (*sums)[4][NV]) {
   for (int64_t k = 0; k < m->inputs; k++) {
     vf weight[4][NV];
-    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, k, p));
+    FETCH(k)
     EACH_PART(panels) weight[p][v] = v_load((const float *)AT(w, k, p) + v * VL);
     EACH_ROW(rows) {
       vf one = v_set(((const float *)((const char *)x.data + r * x.stride))[k]);
@@ -168,9 +175,9 @@ INLINE void tile_float32(const int rows, const int panels, const Matrix *m, cons
 }
 
 INLINE void tile_float16(const int rows, const int panels, const Matrix *m, const char *w,
-                         Rows x, vf (*sums)[4][NV]) {
+                         Ahead ahead, Rows x, vf (*sums)[4][NV]) {
   for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
-    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, pair, p));
+    FETCH(pair)
     UNROLL for (int k = 0; k < 2; k++) {
       vf weight[4][NV];
       EACH_PART(panels)
@@ -185,10 +192,10 @@ INLINE void tile_float16(const int rows, const int panels, const Matrix *m, cons
 }
 
 INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, const char *w,
-                          Rows x, vf (*sums)[4][NV]) {
+                          Ahead ahead, Rows x, vf (*sums)[4][NV]) {
   for (int64_t pair = 0; pair < m->inputs / 2; pair++) {
     vi both[4][NV];
-    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, pair, p));
+    FETCH(pair)
     EACH_PART(panels) both[p][v] = vi_load(AT(w, pair, p) + v * 4 * VL);
 #if HAS_BF16
     EACH_ROW(rows) {
@@ -211,12 +218,12 @@ INLINE void tile_bfloat16(const int rows, const int panels, const Matrix *m, con
 }
 
 INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const char *w,
-                      Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+                      Ahead ahead, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
   vi whole[12][4][NV];
   EACH_SUM(rows, panels) whole[r][p][v] = vi_set(0);
   for (int64_t four = 0; four < m->inputs / 4; four++) {
     vi weight[4][NV];
-    UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, four, p));
+    FETCH(four)
     EACH_PART(panels) weight[p][v] = vi_load(AT(w, four, p) + v * 4 * VL);
     EACH_ROW(rows) {
       vi ones = vi_set(((const int32_t *)((const char *)x.data + r * x.stride))[four]);
@@ -254,7 +261,7 @@ INLINE void tile_int8(const int rows, const int panels, const Matrix *m, const c
 }
 
 INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const char *w,
-                      Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
+                      Ahead ahead, Rows x, int64_t first_panel, vf (*sums)[4][NV]) {
   const int64_t groups = m->inputs / GROUP;
 #if HAS_BF16
   /* bfloat16 numbers -8 to 7, twice, since the index of a word has five bits. */
@@ -269,7 +276,7 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
     EACH_SUM(rows, panels) parts[r][p][v] = v_zero();
     UNROLL for (int chunk = 0; chunk < GROUP / 8; chunk++) {
       vi eight[4][NV];
-      UNROLL for (int p = 0; p < panels; p++) fetch(AT(w, group * 4 + chunk, p));
+      FETCH(group * 4 + chunk)
       EACH_PART(panels) eight[p][v] = vi_load(AT(w, group * 4 + chunk, p) + v * 4 * VL);
 #if HAS_BF16
       UNROLL for (int n = 0; n < 4; n++) {
@@ -298,8 +305,8 @@ INLINE void tile_int4(const int rows, const int panels, const Matrix *m, const c
     }
     vf scale[4][NV];
     const uint16_t *halves = (const uint16_t *)m->scales + scale_start(groups, first_panel, group);
-    fetch(halves);
-    if (panels == BLOCK) fetch(halves + CHUNK / 2);
+    fetch((const char *)halves + AHEAD);
+    if (panels == BLOCK) fetch((const char *)halves + CHUNK + AHEAD);
     EACH_PART(panels) scale[p][v] = v_half(halves + p * PANEL + v * VL);
     EACH_SUM(rows, panels) sums[r][p][v] = v_fma(parts[r][p][v], scale[p][v], sums[r][p][v]);
   }
@@ -373,7 +380,8 @@ INLINE void finish_tile(const int rows, const int panels, const Matrix *m, int64
 }
 
 #define TILE(KIND, kind_name, ...)                                                              \
-  static __attribute__((noinline)) void KIND(const Matrix *m, int64_t panel, Rows x, Result y) { \
+  static __attribute__((noinline)) void KIND(const Matrix *m, int64_t panel, Ahead ahead, Rows x,  \
+                                             Result y) { \
     const char *w = (const char *)m->weights + panel_start(m->kind, m->inputs, panel);          \
     vf sums[12][4][NV];                                                                         \
     kind_name                                                                                   \
@@ -381,22 +389,22 @@ INLINE void finish_tile(const int rows, const int panels, const Matrix *m, int64
 
 #define MAKE(rows, panels)                                                                       \
   TILE(float32_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();               \
-       tile_float32(rows, panels, m, w, x, sums);                                        \
+       tile_float32(rows, panels, m, w, ahead, x, sums);                                        \
        finish_tile(rows, panels, m, panel, y, sums);)                                            \
   TILE(float16_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();               \
-       tile_float16(rows, panels, m, w, x, sums);                                        \
+       tile_float16(rows, panels, m, w, ahead, x, sums);                                        \
        finish_tile(rows, panels, m, panel, y, sums);)                                            \
   TILE(bfloat16_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();              \
-       tile_bfloat16(rows, panels, m, w, x, sums);                                       \
+       tile_bfloat16(rows, panels, m, w, ahead, x, sums);                                       \
        finish_tile(rows, panels, m, panel, y, sums);)                                            \
-  TILE(int8_##rows##x##panels, tile_int8(rows, panels, m, w, x, panel, sums);            \
+  TILE(int8_##rows##x##panels, tile_int8(rows, panels, m, w, ahead, x, panel, sums);            \
        finish_tile(rows, panels, m, panel, y, sums);)
 #define MAKE_INT4(rows, panels)                                                                  \
   TILE(int4_##rows##x##panels, EACH_SUM(rows, panels) sums[r][p][v] = v_zero();                  \
-       tile_int4(rows, panels, m, w, x, panel, sums);                                    \
+       tile_int4(rows, panels, m, w, ahead, x, panel, sums);                                    \
        finish_tile(rows, panels, m, panel, y, sums);)
 
-typedef void (*Tile)(const Matrix *, int64_t, Rows, Result);
+typedef void (*Tile)(const Matrix *, int64_t, Ahead, Rows, Result);
 typedef struct {
   int rows, panels; /* rows 0 ends the list */
   Tile tiles[5], single[5]; /* by kind; `single`: for one panel */
@@ -413,9 +421,9 @@ typedef struct {
 MAKE(12, 2) MAKE(12, 1) MAKE(8, 2) MAKE(8, 1) MAKE(4, 4) MAKE(4, 1)
 MAKE(2, 4) MAKE(2, 1) MAKE(1, 4) MAKE(1, 1)
 static const TileSize SIZES[] = {SIZE(12, 2), SIZE(8, 2), SIZE(4, 4), SIZE(2, 4), SIZE(1, 4), {0}};
-MAKE_INT4(12, 1) MAKE_INT4(8, 1) MAKE_INT4(4, 2) MAKE_INT4(4, 1) MAKE_INT4(2, 4) MAKE_INT4(2, 1)
-MAKE_INT4(1, 4) MAKE_INT4(1, 1)
-static const TileSize SIZES_INT4[] = {SIZE_INT4(12, 1), SIZE_INT4(8, 1), SIZE_INT4(4, 2),
+MAKE_INT4(12, 1) MAKE_INT4(8, 2) MAKE_INT4(8, 1) MAKE_INT4(4, 2) MAKE_INT4(4, 1)
+MAKE_INT4(2, 4) MAKE_INT4(2, 1) MAKE_INT4(1, 4) MAKE_INT4(1, 1)
+static const TileSize SIZES_INT4[] = {SIZE_INT4(12, 1), SIZE_INT4(8, 2), SIZE_INT4(4, 2),
                                       SIZE_INT4(2, 4), SIZE_INT4(1, 4), {0}};
 #else
 MAKE(6, 1) MAKE(4, 1) MAKE(2, 2) MAKE(2, 1) MAKE(1, 4) MAKE(1, 1)
@@ -427,17 +435,31 @@ static const TileSize SIZES_INT4[] = {SIZE_INT4(2, 1), SIZE_INT4(1, 2), {0}};
 /* Panels `first` to `stop` of the product of `rows` prepared rows. */
 static void multiply(const Matrix *m, int64_t first, int64_t stop, Rows x, int64_t rows, Result y) {
   const TileSize *sizes = m->kind == INT4 ? SIZES_INT4 : SIZES;
+  const int64_t bytes = panel_bytes(m->kind, m->inputs); /* of one panel */
   for (int64_t block = first; block < stop; block += BLOCK) {
-    int64_t end = block + BLOCK < stop ? block + BLOCK : stop;
+    const char *w = (const char *)m->weights + panel_start(m->kind, m->inputs, block);
+    const int is_last = block + BLOCK >= stop;
+    int64_t end = is_last ? stop : block + BLOCK;
     int64_t row = 0;
     for (const TileSize *size = sizes; size->rows; size++) {
       for (; row + size->rows <= rows; row += size->rows) {
         Rows some = {(const char *)x.data + row * x.stride, x.stride, x.scales ? x.scales + row : 0};
         Result part = {y.data + row * y.stride, y.stride, y.width, y.how};
+        /* Where the first rows take several tiles for a block, which then stays in the cache, these
+           fetch the next one: memory would have nothing to do during all but the first of them. */
+        const int spread = row == 0 && size->panels < BLOCK && !is_last;
+        const int64_t apart = spread ? bytes : CHUNK; /* from panel to panel */
+        const int64_t side = spread ? size->panels : BLOCK;
+        Ahead ahead = {w + (spread ? BLOCK * bytes : AHEAD), side * CHUNK};
         int64_t panel = block;
-        for (; panel + size->panels <= end; panel += size->panels)
-          size->tiles[m->kind](m, panel, some, part);
-        for (; panel < end; panel++) size->single[m->kind](m, panel, some, part);
+        for (; panel + size->panels <= end; panel += size->panels) {
+          size->tiles[m->kind](m, panel, ahead, some, part);
+          ahead.place += size->panels * apart;
+        }
+        for (ahead.step = spread ? CHUNK : BLOCK * CHUNK; panel < end; panel++) {
+          size->single[m->kind](m, panel, ahead, some, part);
+          ahead.place += apart;
+        }
       }
     }
   }

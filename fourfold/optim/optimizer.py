@@ -209,7 +209,7 @@ def _at_least(norm: float | Tensor, least: float) -> float | Tensor:
 
 
 def _is_view_of(parameter: Tensor, flat: Tensor) -> bool:
-    return parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    return parameter.untyped_storage()._cdata == flat.untyped_storage()._cdata
 
 
 def _flatten(members: list[torch.nn.Parameter]) -> torch.nn.Parameter:

@@ -212,7 +212,6 @@ def _connect(group: ProcessGroup) -> Neighbours | None:
 
     Whatever keeps any of them from it, all do without.
     """
-    found: Neighbours | None = None
     own = secrets.token_bytes(ADDRESS_BYTES)
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
         try:
@@ -224,23 +223,45 @@ def _connect(group: ProcessGroup) -> Neighbours | None:
         addresses = torch.empty(group.size(), ADDRESS_BYTES, dtype=torch.uint8)
         said = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         dist.all_gather(list(addresses.unbind()), said, group=group)
-        try:
-            found = _introduced(group, listener, [bytes(row.numpy()) for row in addresses])
-        except OSError:
-            found = None
-        agreed = torch.tensor([found is not None], dtype=torch.uint8)
-        dist.all_reduce(agreed, ReduceOp.MIN, group=group)
-    return found if agreed.item() else None
+        called = _called(group.rank(), [bytes(row.numpy()) for row in addresses])
+        # Nobody waits for a call that another machine cannot make.
+        if _all_agree(called is not None, group):
+            assert called is not None
+            try:
+                found = _introduced(group, listener, called)
+            except OSError:
+                found = None
+            if _all_agree(found is not None, group):
+                return found
+    return None
 
 
-def _introduced(group: ProcessGroup, listener: socket.socket, addresses: list[bytes]) -> Neighbours:
-    rank, sockets = group.rank(), dict[int, socket.socket]()
-    for peer in range(rank):
-        calling = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        calling.settimeout(CONNECT_SECONDS)
-        calling.connect(_address(addresses[peer]))
-        calling.sendall(rank.to_bytes(4, "little"))
-        sockets[peer] = calling
+def _all_agree(yes: bool, group: ProcessGroup) -> bool:
+    agreed = torch.tensor([yes], dtype=torch.uint8)
+    dist.all_reduce(agreed, ReduceOp.MIN, group=group)
+    return bool(agreed.item())
+
+
+def _called(rank: int, addresses: list[bytes]) -> dict[int, socket.socket] | None:
+    """Connections to the ranks before this one, which need not answer yet; None if one fails."""
+    sockets = dict[int, socket.socket]()
+    try:
+        for peer in range(rank):
+            sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sockets[peer].settimeout(CONNECT_SECONDS)
+            sockets[peer].connect(_address(addresses[peer]))
+            sockets[peer].sendall(rank.to_bytes(4, "little"))
+    except OSError:
+        for connection in sockets.values():
+            connection.close()
+        return None
+    return sockets
+
+
+def _introduced(
+    group: ProcessGroup, listener: socket.socket, sockets: dict[int, socket.socket]
+) -> Neighbours:
+    rank = group.rank()
     for _ in range(rank + 1, group.size()):
         answered, _ = listener.accept()
         answered.settimeout(CONNECT_SECONDS)

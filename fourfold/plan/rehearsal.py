@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from fourfold.config import Config
+from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout
 from fourfold.parallel import layout_of
+from fourfold.parallel.stages import count_stages
 from fourfold.plan.trace import RECEIVE, SEND, STAGE, TIED, WAIT, WORLD, Operation, trace_of
 
 Trace = Sequence[Operation]
@@ -59,12 +61,17 @@ def rehearse(
 ) -> Rehearsal:
     """Play a step of the configured layout. With `all_ranks` each rank's own trace is made.
 
-    `micro_batches` is by default the run's own number, but at most twice the pipeline's ranks: by
-    then every schedule repeats itself. `make` makes a trace; `workers` of them are made at once.
+    `micro_batches` is by default the run's own number, but at most one for each pipeline stage and
+    two: by then every schedule repeats itself. `make` makes a trace; `workers` of them are made at
+    once.
     """
-    layout = layout_of(config)
-    own = config.Engine.accumulate_steps
-    micro_batches = micro_batches or min(own, 2 * layout.pp)
+    layout, stages = layout_of(config), count_stages(config)
+    if micro_batches is None:
+        micro_batches = min(config.Engine.accumulate_steps, max(stages, 2))
+    if micro_batches < stages > 1:
+        raise UserError(
+            f"--micro-batches {micro_batches}: a pipeline of {stages} stages needs at least as many"
+        )
     alike = representatives(layout, all_ranks)
     traced = sorted(set(alike.values()))
     traces = _make_all(config, traced, micro_batches, make, workers)

@@ -55,6 +55,7 @@ SERVE, LAYOUT = "serve -c run.yaml", "layout -c short.yaml"
 CALIBRATE = "plan -c steps.yaml --cluster A100 --calibrate steps"
 DRY_RUN = "plan --dry-run -c short.yaml"
 DOCTOR = "doctor --seconds 0.05"
+SUBMIT = "submit -c short.yaml --to slurm --nodes 1 --nproc 1"
 ACCEPT = "accept --quick --device cpu --nproc 1 --only memory"
 MUP_CHECK = "mup check -c run.yaml --widths 16,32 --steps 1"
 MUP_SWEEP = (
@@ -294,6 +295,23 @@ ROWS: dict[str, Row] = {
     "data blend --data": Row("data blend --samples 10 --seq-len 8", BLEND, "^exit 0"),
     "data blend --samples": Row(BLEND, "... --samples 17", "17"),
     "data blend --seq-len": Row(BLEND, "... --seq-len 9", "90 tokens"),
+    # submit
+    "submit --config": Row("submit --to slurm --nodes 1 --nproc 1", SUBMIT, "sbatch "),
+    "submit --to": Row("submit -c short.yaml --nodes 1 --nproc 1", SUBMIT, "sbatch "),
+    "submit --override": Row(SUBMIT, "... -o Engine.save_load.output_dir=other", "other.sbatch"),
+    "submit --nodes": Row(SUBMIT, "... --nodes 0", REFUSED + "--nodes 0"),
+    "submit --nproc": Row(SUBMIT, "... --nproc 0", REFUSED + "--nproc 0"),
+    "submit --cluster": Row(SUBMIT, "... --cluster none", REFUSED),
+    "submit --auto": Row(SUBMIT, "... --auto --cluster none.yaml", REFUSED + "none.yaml"),
+    "submit --time": Row(SUBMIT, "... --time 1m", REFUSED + "--time 1m"),
+    "submit --partition": Row(SUBMIT, "... --partition -x", REFUSED + "--partition"),
+    "submit --sbatch": Row(SUBMIT, "... --sbatch=--time=1", REFUSED + "--time"),
+    "submit --image": Row(SUBMIT, "... --image x", REFUSED + "--image has no place"),
+    "submit --volume": Row(SUBMIT, "... --volume x", REFUSED + "--volume has no place"),
+    "submit --name": Row(SUBMIT, "... --name other", "other.sbatch"),
+    "submit --max-restarts": Row(SUBMIT, "... --max-restarts 77", "most_tries=77"),
+    "submit --out": Row(SUBMIT, "... --out other.sbatch", "other.sbatch"),
+    "submit --force": Row(SUBMIT, "... --force", "^exit 0", before=SUBMIT),
     # checkpoint
     "checkpoint inspect place": Row("checkpoint inspect", "... output", "parameters"),
     "checkpoint verify place": Row("checkpoint verify", "... output", "good"),

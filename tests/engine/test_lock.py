@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from helpers.tiny_run import Configure, exit_status, start_child
 
 from fourfold.engine import build_engine, lock
 from fourfold.engine.lock import claim
-from fourfold.errors import UserError
+from fourfold.errors import RunError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +169,61 @@ def test_a_place_that_cannot_be_written_is_one_sentence(place: str, tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"a run cannot write there \(.+\); choose another"):
         claim(tmp_path / place)
+
+
+def test_machines_of_one_launch_take_over_and_the_older_epoch_ends(
+    either: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was cut off still holds the file, and must commit nothing any more."""
+    monkeypatch.setenv(lock.LAUNCH, "node0:29500")
+    output_dir = tmp_path / "run"
+    told = tmp_path / "told"
+
+    def cut_off() -> None:
+        kept = claim(output_dir)
+        kept.check()
+        (tmp_path / "claimed").touch()
+        while not (tmp_path / "taken").exists():
+            time.sleep(0.01)
+        try:
+            kept.check()
+        except RunError as error:
+            told.write_text(str(error))
+        kept.release()
+
+    pid = start_child(cut_off)
+    while not (tmp_path / "claimed").exists():
+        time.sleep(0.01)
+    held = claim(output_dir)
+    held.check()
+    (tmp_path / "taken").touch()
+    assert exit_status(pid) == 0
+    assert (
+        f"taken over by process {os.getpid()} on {socket.gethostname()} (epoch" in told.read_text()
+    )
+    held.check()  # that the other has released its own does not end ours
+    assert (output_dir / lock.LOCK_FILE).exists()
+    monkeypatch.setenv(lock.LAUNCH, "node0:29501")
+
+    def another_launch() -> None:
+        with pytest.raises(UserError, match="in use by another run"):
+            claim(output_dir)
+
+    assert exit_status(start_child(lambda: (lock._held.clear(), another_launch()))) == 0
+    held.release()
+
+
+def test_a_checkpoint_is_not_committed_by_an_older_epoch(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(configure("run", "Engine.max_steps=4"))
+    assert engine.claim is not None
+
+    def taken_over() -> None:
+        raise RunError("was taken over")
+
+    monkeypatch.setattr(engine.claim, "check", taken_over)
+    engine.ranks = replace(engine.ranks, may_commit=engine.claim.check)
+    with pytest.raises(RunError, match="taken over"):
+        engine.fit()
+    assert not list(engine.output_dir.glob("step_*"))

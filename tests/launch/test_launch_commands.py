@@ -72,9 +72,11 @@ def train(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (["--max-restarts", "1"], {}, "--max-restarts"),
         (["--hang-seconds", "9"], {}, "--hang-seconds"),
         (["--nproc", "2", "--hang-seconds", "0"], {}, "greater than 0"),
-        (["--nnodes", "2"], {}, "--node-rank and --master and --nproc missing"),
-        (["--master", "node0:29500", "--nproc", "2"], {}, "--nnodes and --node-rank missing"),
-        ([*NODES, "--hang-seconds", "9"], {}, "one machine only"),
+        (["--nnodes", "2"], {}, "--master and --nproc missing"),
+        (["--master", "node0:29500", "--nproc", "2"], {}, "--nnodes missing"),
+        (["--nproc", "2", "--lost-seconds", "9"], {}, "give --nnodes too"),
+        ([*NODES, "--nnodes", "3:2"], {}, "the fewest and the most"),
+        ([*NODES], {"RANK": "0", "WORLD_SIZE": "4"}, "leave --nnodes out"),
         (["--nproc", "0"], {}, "--nproc"),
         ([], {"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE=x"),
     ],
@@ -181,19 +183,31 @@ def one_node() -> list[str]:
 
 
 @pytest.mark.slow
-def test_torchrun_trains(tiny: Path) -> None:
+def test_one_machine_of_several_trains(tiny: Path) -> None:
     result = train("-c", str(tiny), *one_node(), "-o", "Engine.max_steps=2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "global step 2," in result.stdout and "global step 3," not in result.stdout
-    logs = list((tiny.parent / "run" / "logs" / "node_0").rglob("*.log"))
-    assert len(logs) == 4, "standard output and error of each rank"
+    logs = tiny.parent / "run" / "logs" / socket.gethostname() / "attempt_0"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
 @pytest.mark.slow
-def test_torchrun_passes_a_stop_on(tiny: Path) -> None:
-    """Also one by a signal that it does not heed of itself; what asks for stacks leaves it be."""
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--nproc", "2"], 0),
+        (["--stopped-exit-code", "85"], 85),
+        (["--nproc", "1", "--stopped-exit-code", "85"], 85),
+        (["NODES", "--stopped-exit-code", "85"], 85),
+        (["NODES"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_stop_that_was_saved_ends_with_its_code(words: list[str], code: int, tiny: Path) -> None:
+    """Stacks that are asked for leave the run be."""
     console = tiny.parent / "console"
-    words = ["train", "-c", str(tiny), *one_node(), "-o", "Engine.max_steps=100000"]
+    place = [part for word in words for part in (one_node() if word == "NODES" else [word])]
+    words = ["train", "-c", str(tiny), *place, "-o", "Engine.max_steps=100000"]
     with console.open("w") as output:
         command = subprocess.Popen([sys.executable, "-m", "fourfold", *words], stdout=output)
     for number in (signal.SIGQUIT, signal.SIGUSR1):
@@ -202,6 +216,6 @@ def test_torchrun_passes_a_stop_on(tiny: Path) -> None:
             assert command.poll() is None
             time.sleep(0.05)
         command.send_signal(number)
-    command.wait(60)
+    assert command.wait(60) == code
     assert "stopped by SIGUSR1" in console.read_text()
     assert (tiny.parent / "run" / "latest").exists()

@@ -103,7 +103,7 @@ def test_resuming_where_the_run_ended_changes_nothing(
     before = (tmp_path / "metrics.jsonl").read_bytes()
     open_quiet(tmp_path, resume_step=1).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.seal"]
 
 
 @pytest.mark.parametrize("torn", [1, 20, 200])
@@ -350,3 +350,22 @@ def test_a_sink_that_cannot_even_close_hides_no_error(
         raise ValueError("the real one")
     assert steps_of(tmp_path) == [1]
     assert shown.getvalue().count("the dead one cannot be written (Transport endpoint") == 1
+
+
+def test_a_disk_that_is_gone_is_told_and_not_raised(
+    tmp_path: Path, make_step: Callable[..., Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read-only or unmounted in the middle of a run: neither records nor their end raise."""
+    console = io.StringIO()
+    sinks = open_quiet(tmp_path, console=Console(console))
+
+    def gone(lines: JsonLines) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(JsonLines, "_write_all", gone)
+    sinks.train(make_step(1))
+    sinks.close()
+    assert console.getvalue().count("metrics.jsonl cannot be written") == 1
+    lines = open_quiet(tmp_path, console=Console(console))
+    lines.close()
+    assert console.getvalue().count("metrics.jsonl cannot be written") == 2, "also at the end alone"

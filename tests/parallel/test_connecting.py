@@ -183,7 +183,8 @@ def test_an_error_of_the_first_rank_reaches_those_that_wait() -> None:
         ({"LOCAL_RANK": "3", "SLURM_PROCID": "3"}, 1, 0),
         ({"LOCAL_RANK": "3", "FOURFOLD_STORE": "/s"}, 1, None),
         ({"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "r"}, 1, None),
-        ({"LOCAL_RANK": "4", "SLURM_PROCID": "4"}, 4, None),
+        ({"LOCAL_RANK": "3", "SLURM_PROCID": "3"}, 2, 1),
+        ({"LOCAL_RANK": "4", "TORCHELASTIC_RUN_ID": "r"}, 4, None),
     ],
 )
 def test_the_gpu_of_a_process_is_among_those_it_sees(

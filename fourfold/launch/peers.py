@@ -1,0 +1,337 @@
+"""What the processes of a run over machines know of each other: reports in torch's store.
+
+Twice a second each process that speaks for ranks writes a report: its host, and of its ranks each
+the step, the phase, how long ago that changed, and on request the stack. On machines of our own
+launch the agents speak, each for all ranks of its machine; where another launcher started the
+ranks, each rank speaks for itself. A report carries a number that grows, so that nobody's clock
+is compared with anybody else's: who is silent is whose number stands still.
+
+    Report           what one process says
+    Exchange         the thread that writes ours and reads those of the others
+    RoundEnd         why a round ended, written once by whoever finds out first, told by all
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fourfold.heartbeat import Beat, Board
+from fourfold.launch.diagnosis import Frame, RankStack
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+PULSE_SECONDS = 0.5
+# Of a thousand machines each reads what a thousand say: they speak less often, at this rate in all.
+READS_PER_SECOND = 50.0
+# Nothing heard for so many pulses is suspicious, where something else is wrong too.
+SUSPICIOUS_PULSES = 6
+MOST_TEXT = 20_000
+MINUTE = 60.0
+ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is; `frames` of its main thread, innermost first, where they were asked for."""
+
+    step: int = 0
+    phase: str = ""
+    idle_seconds: float = 0.0
+    state: str = "?"
+    waits: bool = False
+    frames: tuple[Frame, ...] = ()
+
+    @classmethod
+    def of(cls, stack: RankStack) -> RankState:
+        idle = max(0.0, time.monotonic() - stack.last.seconds)
+        place = (stack.last.step, stack.last.phase, idle, stack.state)
+        return cls(*place, stack.waits_for_others, tuple(stack.frames[:16]))
+
+    def stack_of(self, rank: int, host: str) -> RankStack:
+        """As this machine's own, with the time of its last beat by our clock."""
+        last = Beat(time.monotonic() - self.idle_seconds, self.step, self.phase)
+        return RankStack(rank, last, self.state, list(self.frames), host, self.waits)
+
+    def __str__(self) -> str:
+        return str(Beat(0.0, self.step, self.phase))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a process says of itself and of the ranks it speaks for."""
+
+    host: str
+    number: int = 0
+    round: str = ""  # the token of the round it takes part in; none while it waits for one
+    status: str = ""
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    has_stacks: bool = False
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long none of its ranks has made progress."""
+        return min((rank.idle_seconds for rank in self.ranks.values()), default=0.0)
+
+
+def read_report(data: bytes) -> Report | None:
+    """None if it is no report: any process on the network can write to a store."""
+    try:
+        value = json.loads(data[:MOST_TEXT])
+        ranks = {int(rank): _rank_state(state) for rank, state in value["ranks"].items()}
+        words = {name: str(value[name])[:256] for name in ("host", "round", "status")}
+        return Report(
+            **words,
+            number=int(value["number"]),
+            ranks=ranks,
+            has_stacks=bool(value["has_stacks"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _rank_state(value: Any) -> RankState:
+    frames = tuple(
+        Frame(str(frame["file"])[:512], int(frame["line"]), str(frame["function"])[:256])
+        for frame in value["frames"][:64]
+    )
+    place = (int(value["step"]), str(value["phase"])[:64], float(value["idle_seconds"]))
+    return RankState(*place, str(value["state"])[:8], bool(value["waits"]), frames)
+
+
+def states_of(board: Board, ranks: Iterable[int]) -> dict[int, RankState]:
+    now = time.monotonic()
+    beats = {rank: board.last_beat(rank) for rank in ranks}
+    return {
+        rank: RankState(beat.step, beat.phase, max(0.0, now - beat.seconds))
+        for rank, beat in beats.items()
+    }
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """Why a round ended for all; `used` counts the restarts of whoever says so."""
+
+    lines: list[str]
+    code: int = 1
+    used: int = 0
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_end(data: bytes) -> RoundEnd:
+    try:
+        value = json.loads(data)
+        lines = [str(line)[:2000] for line in value["lines"][:200]]
+        return RoundEnd(lines, int(value["code"]), int(value["used"]))
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return RoundEnd(["fourfold: another machine ended the round, and did not say why"])
+
+
+@dataclass
+class Seen:
+    """The last report of a process, and when its number last grew."""
+
+    report: Report
+    heard: float
+
+
+class Exchange:
+    """Writes this process's report at every pulse, and reads those of the others.
+
+    All of it in a thread of its own, with a connection of its own: a network that is cut makes a
+    question wait without end. Whoever looks finds in `answered` when the store last answered, and
+    in `broken` why it never will again.
+    """
+
+    def __init__(self, store: Store, host: str, waiting: Callable[[], int] | None = None) -> None:
+        self.index = store.add("fourfold/speakers", 1)
+        self.seen: dict[int, Seen] = {}
+        self.answered = time.monotonic()
+        self.broken = ""
+        self.end: RoundEnd | None = None
+        self.marks: dict[str, str] = {}  # of the round: "stacks", "regroup", "leaving"
+        self.nodes_waiting = 0
+        # A thousand ranks that all read what all others say would be a crowd: they listen when
+        # something is wrong.
+        self.listens = True
+        # Held while it speaks, so that no process is forked in the middle of a sentence.
+        self.speaking = threading.Lock()
+        self._store = store
+        self._own = Report(host)
+        self._states: Callable[[], dict[int, RankState]] = dict
+        self._waiting = waiting
+        self._wake, self._done, self._closed = (threading.Event() for _ in range(3))
+        self._entered = 0.0
+        self._outbox: list[Callable[[], object]] = []
+        self._speak()
+        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+        self._thread.start()
+
+    @property
+    def pulse_seconds(self) -> float:
+        heard = [seen for seen in [*self.seen.values()] if self.answered - seen.heard < MINUTE]
+        return max(PULSE_SECONDS, len(heard) / READS_PER_SECOND)
+
+    @property
+    def suspicious_seconds(self) -> float:
+        return SUSPICIOUS_PULSES * self.pulse_seconds
+
+    # -- called by the supervisor -------------------------------------------------------------
+
+    def enter(self, token: str, states: Callable[[], dict[int, RankState]]) -> None:
+        """Take part in a round: from now on report these ranks, and look for its end."""
+        self.end, self.marks, self.nodes_waiting = None, {}, 0
+        self._states = states
+        self._own = replace(self._own, round=token, status="", has_stacks=False)
+        self._entered = now = time.monotonic()
+        for seen in self.seen.values():
+            seen.heard = now
+        self._wake.set()
+
+    def wait_for_round(self) -> None:
+        """Between two rounds."""
+        self._states, self.end = dict, None
+        self._own = replace(self._own, round="", status="", has_stacks=False)
+
+    def say_last(self, key: str, value: str) -> None:
+        self._outbox.append(lambda: self._store.set(key, value))
+
+    def show_stacks(self, states: dict[int, RankState]) -> None:
+        self._states = lambda: states
+        self._own = replace(self._own, has_stacks=True)
+        self.refresh()
+
+    def has_stacks(self) -> None:
+        """From now on what is said of ranks contains their stacks."""
+        self._own = replace(self._own, has_stacks=True)
+
+    def mark(self, name: str, value: str) -> None:
+        """Leave a note in this round for all to see."""
+        key = self._key(name)
+        self._outbox.append(lambda: self._store.set(key, value))
+        self.refresh()
+
+    def post_end(self, end: RoundEnd) -> RoundEnd:
+        """Say why the round ended; what counts is what was said first, which is returned."""
+        key = self._key("end")
+        self._outbox.append(lambda: self._store.compare_set(key, "", end.encode()))
+        self.refresh()
+        return self.end or end
+
+    def refresh(self, seconds: float = 3.0) -> bool:
+        """Exchange once more, now; whether that was done in time."""
+        if self.broken:
+            return False
+        self._done.clear()
+        self._wake.set()
+        return self._done.wait(seconds)
+
+    def leave(self) -> None:
+        """The last report: that this process is through with the round."""
+        self._own = replace(self._own, status=ENDED)
+        self.refresh()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
+
+    def are_through(self) -> bool:
+        """Whether all others that are heard of have left this round, or wait for none."""
+        others = [index for index in [*self.seen] if index != self.index]
+        heard = set(others) - set(self.silent(others, self.suspicious_seconds))
+        reports = [self.seen[index].report for index in heard]
+        rounds = (self._own.round, "")
+        return all(report.status == ENDED and report.round in rounds for report in reports)
+
+    def have_left(self, members: Iterable[int], token: str) -> bool:
+        """Whether these have been in the round and are no longer."""
+        reports = [self.seen[index].report for index in members if index in self.seen]
+        left = [report.round != token or report.status == ENDED for report in reports]
+        # A report may be older than the round itself.
+        return time.monotonic() - self._entered > 3 * self.pulse_seconds and all(left)
+
+    def quiet_seconds(self) -> float:
+        """How long the store has not answered."""
+        return time.monotonic() - self.answered
+
+    def silent(self, others: Iterable[int], seconds: float) -> list[int]:
+        """Those of `others` not heard of for so long, though the store answers."""
+        seconds = max(seconds, 2 * self.pulse_seconds)
+        return [
+            index
+            for index in others
+            if index not in self.seen
+            or (
+                self.answered - self.seen[index].heard > seconds
+                and self.seen[index].report.status != ENDED
+            )
+        ]
+
+    def present(self) -> list[Report]:
+        """Of every process that was heard of a moment ago."""
+        alive = [
+            index for index in [*self.seen] if not self.silent([index], self.suspicious_seconds)
+        ]
+        reports = [self.seen[index].report for index in sorted(alive)]
+        return [report for report in reports if report.status != ENDED]
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._wake.clear()
+            try:
+                with self.speaking:
+                    self._speak()
+            except Exception as error:  # torch's are of many kinds
+                self.broken = str(error).partition("\n")[0] or type(error).__name__
+                self._done.set()
+                return
+            self._done.set()
+            self._wake.wait(self.pulse_seconds)
+
+    def _speak(self) -> None:
+        store = self._store
+        while self._outbox:
+            self._outbox[0]()
+            self._outbox.pop(0)
+        self._own = replace(self._own, number=self._own.number + 1, ranks=self._states())
+        store.set(f"fourfold/report/{self.index}", self._own.encode())
+        if self.listens:
+            self._listen(store)
+        if self._own.round:
+            if self.end is None and store.check([self._key("end")]):
+                self.end = read_end(store.get(self._key("end")))
+            for name in ("stacks", "regroup", "leaving"):
+                if store.check([self._key(name)]):
+                    self.marks[name] = store.get(self._key(name)).decode(errors="replace").strip()
+            if self._waiting is not None:
+                self.nodes_waiting = self._waiting()
+        self.answered = time.monotonic()
+
+    def _listen(self, store: Store) -> None:
+        everyone = range(1, store.add("fourfold/speakers", 0) + 1)
+        now = time.monotonic()
+        for index in everyone:
+            if index not in self.seen and store.check([f"fourfold/report/{index}"]):
+                self.seen[index] = Seen(Report(""), now)
+        # Who comes back comes back under another number.
+        living = [index for index, seen in self.seen.items() if now - seen.heard < 10 * MINUTE]
+        keys = {index: f"fourfold/report/{index}" for index in sorted(living)}
+        for index, data in zip(keys, store.multi_get([*keys.values()])):
+            report, seen = read_report(data), self.seen[index]
+            if report is not None and report.number != seen.report.number:
+                self.seen[index] = Seen(report, now)
+
+    def _key(self, name: str) -> str:
+        return f"fourfold/{self._own.round}/{name}"
