@@ -29,7 +29,7 @@ from torch import Tensor
 from fourfold import checkpoint
 from fourfold.config import Config
 from fourfold.config.batch_schedule import LeftOut
-from fourfold.data.datasets import prefix_of
+from fourfold.data.datasets import manifest_section, prefix_of
 from fourfold.engine.saving import state_of, tensors_to_load
 from fourfold.errors import CheckpointError, DataError, UserError
 from fourfold.metrics import Sinks
@@ -134,6 +134,10 @@ class Proof:
             result = verify(prefix_of(source.path), config.Model.vocab_size)
             for problem in result.problems:
                 yield Discrepancy("data", str(source.path), problem)
+            sizes, hashes = (manifest_section(source.manifest, key) for key in ("bytes", "sha256"))
+            if sizes.keys() != hashes.keys():
+                text = "the manifest is damaged: it names sizes and hashes of different files"
+                yield Discrepancy("data", str(source.path), text)
             self.checked += [f"{source.path}: {text}" for text in result.checked]
             for text in result.unchecked:
                 if source.manifest is not None:
