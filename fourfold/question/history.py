@@ -9,6 +9,7 @@ last checkpoint, or before the first, there is only one to ask.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -229,8 +230,18 @@ def samples_of_step(data: RunData, config: Config, step: int) -> StepSamples:
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """Where an engine may write while a question is answered."""
+def scratch_directory(name: str | None = None) -> Iterator[Path]:
+    """Where an engine may write while a question is answered.
+
+    Ranks that others started must agree on its `name`; each machine has its own.
+    """
+    if name is not None:
+        place = Path(tempfile.gettempdir()) / name
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return
     with tempfile.TemporaryDirectory(prefix="fourfold-question-") as folder:
         yield Path(folder)
 
