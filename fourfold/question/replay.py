@@ -23,7 +23,7 @@ from fourfold.parallel import layout_of
 from fourfold.question.history import RunHistory, Segment
 from fourfold.tokenizer import Tokenizer
 from fourfold.trace import (
-    Seen,
+    SeenTensor,
     StepReport,
     TokenLosses,
     gradient_norms,
@@ -157,7 +157,7 @@ class Largest:
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
 
-    def take(self, seen: Seen) -> None:
+    def take(self, seen: SeenTensor) -> None:
         if seen.tensor.numel():
             value = float(seen.tensor.abs().max())
             self.values[seen.name] = max(self.values.get(seen.name, 0.0), value)
