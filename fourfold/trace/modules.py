@@ -1,8 +1,8 @@
 """Watching modules: every output and its gradient, as parts of logical tensors.
 
 A logical tensor is what one process would have: the output of `layers.3.attn.qkv` for one
-micro-batch of the global batch, whole. A rank has a rectangle of it (`SeenTensor.box`), cut as the table
-of parameters says: features of a column-parallel layer, heads of attention, positions under
+micro-batch of the global batch, whole. A rank has a rectangle of it (`SeenTensor.box`), cut as the
+table of parameters says: features of a column-parallel layer, heads of attention, positions under
 sequence parallelism, or all of it. Rectangles of two layouts with the same name and micro-batch are
 parts of the same tensor, so they can be compared element by element, one tensor at a time.
 
