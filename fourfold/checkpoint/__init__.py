@@ -17,7 +17,7 @@ Every size and hash is checked before a byte is used; damage is a `CheckpointErr
 """
 
 from fourfold.checkpoint.directory import candidates, named
-from fourfold.checkpoint.disk import check_shared, free_bytes
+from fourfold.checkpoint.disk import check_shared, free_bytes, write_times
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.reading import (
     Verified,
@@ -51,4 +51,5 @@ __all__ = [
     "save",
     "tensor_names",
     "verify",
+    "write_times",
 ]

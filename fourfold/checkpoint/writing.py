@@ -22,7 +22,7 @@ from fourfold.checkpoint.directory import (
     retire,
     tidy,
 )
-from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
+from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb, write_times
 from fourfold.checkpoint.index import Part, joined
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
 from fourfold.checkpoint.rendezvous import ALONE, RankGroup, SaveRendezvous, silent
@@ -262,7 +262,10 @@ class _Save:
             return None, f"{self._reason(error)}{where}"
 
     def _write_shards(self, directory: Path) -> Part:
-        return write_shards(directory, self.shards, self._label(), self.ranks.beat, self.sources)
+        start = time.perf_counter()
+        part = write_shards(directory, self.shards, self._label(), self.ranks.beat, self.sources)
+        write_times.add(time.perf_counter() - start)
+        return part
 
     def _label(self) -> str:
         return f"rank{self.ranks.rank:05d}-" if self.ranks.size > 1 else ""

@@ -221,6 +221,12 @@ class EngineSection(Section):
         "Every this many steps, compare bit by bit what several ranks must hold identically; 0 "
         "only after loading a checkpoint.",
     )
+    preflight: Literal["none", "short", "full"] = key(
+        "short",
+        "With several processes, measure every rank, link and disk before the first step, compare "
+        "versions and data, and name what is slow or differs: short in a second or two, full with "
+        "every pair of machines, none not at all.",
+    )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(
         None, "Where the TensorBoard event files go. Null is tensorboard in output_dir."

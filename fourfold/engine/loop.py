@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +17,10 @@ from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.engine import saving
 from fourfold.engine.banner import describe
+from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
+from fourfold.engine.preflight import preflight
 from fourfold.engine.run_data import RunData
 from fourfold.engine.spikes import Spikes
 from fourfold.engine.updates import StepResult, updates_of
@@ -96,7 +98,13 @@ class Engine:
             self.resume()
             if save:
                 self.notices += saving.check_room(self)
+            found = self._preflight()
             watch = self._open_instruments(closing)
+            for finding in found:
+                watch.sinks.notice(f"preflight: {finding.text}", level="WARNING")
+                fields = asdict(finding)
+                del fields["text"]  # said already
+                watch.sinks.event("preflight", **fields)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
                 if self.spikes is not None:
@@ -116,6 +124,13 @@ class Engine:
         stopped = unfinished and reason is not None and reason.startswith("SIG")
         heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
         return stopped
+
+    def _preflight(self) -> list[PreflightFinding]:
+        """What is wrong with the ranks, links and disks of this run; the same on all ranks."""
+        form = self.config.Engine.preflight
+        if self.mesh.size == 1 or form == "none":
+            return []
+        return preflight(self.mesh, self.device, self.output_dir, form).findings
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
