@@ -91,8 +91,8 @@ class RunData:
         }
 
     def _place(self, consumed: int) -> int:
-        """The number of the sample that is read after `consumed` others."""
-        return self.config.left_out.sample_at(consumed)
+        """How far into the samples a run has come that read `consumed` of them."""
+        return self.config.left_out.end_of(consumed)
 
     def _masks(self) -> dict[str, Any]:
         """The settings that decide which tokens are learnt from and attended to."""
@@ -135,7 +135,7 @@ class RunData:
     def _keep_left_out(self, state: dict[str, Any], consumed: int) -> list[str]:
         """Leave out what the saved run did, so that what it has read is what it counts."""
         saved = LeftOut.of(state.get("left_out") or [])
-        place, now = saved.sample_at(consumed), saved.joined(self.config.Data.dataset.leave_out)
+        place, now = saved.end_of(consumed), saved.joined(self.config.Data.dataset.leave_out)
         late = LeftOut(tuple(each for each in now.ranges if each[0] < place))
         if late != LeftOut(tuple(each for each in saved.ranges if each[0] < place)):
             raise DataError(

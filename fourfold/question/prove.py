@@ -400,7 +400,7 @@ def _as_saved_first(state: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     """A checkpoint that a run went back to was saved again, with the samples after it that are left
     out from then on, and one more in the count: without these."""
     there = dict(state)
-    place = LeftOut.of(there.get("left_out") or []).sample_at(int(there["consumed_samples"]))
+    place = LeftOut.of(there.get("left_out") or []).end_of(int(there["consumed_samples"]))
     known = [pair for pair in there.pop("left_out", None) or [] if pair[0] < place]
     if known or engine.config.left_out:
         own = [pair for pair in engine.config.left_out.to_list() if pair[0] >= place]
