@@ -36,7 +36,7 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
-from fourfold.metrics.jsonl import RunFacts
+from fourfold.metrics.jsonl import RunFacts, processor_of
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.metrics.progress import KubeflowProgress
@@ -104,6 +104,9 @@ class Monitoring:
                 world_size=mesh.size,
                 peak_flops=self.peak.flops,
                 peak_source=self.peak.source,
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                processor=processor_of(),
             )
         )
         self.profiler = _profiler(config, mesh, self.sinks)
@@ -132,6 +135,12 @@ class Monitoring:
             if self.evenness is not None:
                 record = self._with_ranks(record, self.evenness)
             self.sinks.train(record)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after an earlier step: what was recorded of later ones is dropped."""
+        self.sinks.rewind(step)
+        self.meter.restart()
+        self.reported_step, self.waited_before = step, comm_times.copy()
 
     def compare(self, step: int) -> None:
         """At the end: predicted against measured; a collective."""
