@@ -17,7 +17,13 @@ Every size and hash is checked before a byte is used; damage is a `CheckpointErr
 """
 
 from fourfold.checkpoint.directory import Retention, candidates, named
-from fourfold.checkpoint.disk import check_shared, free_bytes, room_problem, staging_problem
+from fourfold.checkpoint.disk import (
+    check_shared,
+    free_bytes,
+    room_problem,
+    staging_problem,
+    write_times,
+)
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.reading import (
     Verified,
@@ -54,4 +60,5 @@ __all__ = [
     "staging_problem",
     "tensor_names",
     "verify",
+    "write_times",
 ]

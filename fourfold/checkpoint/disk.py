@@ -90,6 +90,24 @@ def readable_gb(count: int) -> str:
     return f"{count / 1e9:.3f} GB ({count} bytes)"
 
 
+class WriteTimes:
+    """How long this process took to write its parts of checkpoints, for whoever compares ranks."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._longest = max(self._longest, seconds)
+
+    def take(self) -> float:
+        """Seconds of the slowest since the last call; 0 where none was written."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+
+write_times = WriteTimes()
+
+
 def room_problem(
     output_dir: Path, one: int, free: int, more: int, keep_last: int
 ) -> tuple[str | None, list[str]]:

@@ -25,7 +25,7 @@ from fourfold.checkpoint.directory import (
     retire,
     tidy,
 )
-from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
+from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb, write_times
 from fourfold.checkpoint.index import Part, joined
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
 from fourfold.checkpoint.rendezvous import ALONE, Beat, RankGroup, SaveRendezvous, silent
@@ -291,7 +291,9 @@ class _Save:
 
     def _write_shards(self, meeting: SaveRendezvous) -> Part:
         told = (self._label(), self.ranks.beat, self.sources)
+        start = time.perf_counter()
         part = write_shards(meeting.directory, self.shards, *told)
+        write_times.add(time.perf_counter() - start)
         self.written.set()
         meeting.deliver(part)
         return part

@@ -117,7 +117,7 @@ def train(
         nproc, started = _announced_machines(nproc)
         if started is not None:
             nnodes, node_rank, master = started.nnodes, started.node_rank, started.master
-    _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
+    refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
     run = TrainRun(config, override or [], auto, cluster, stopped_code=stopped_exit_code)
     if nnodes is None:
         if lost_seconds is not None:
@@ -209,7 +209,7 @@ class TrainRun:
             limits = (max_restarts, hang_seconds, self.stopped_code)
             code = _fit_in_processes(config, expected, nproc, limits, save)
             return FinishedRun(code, config, nproc)
-        world_size = _join_others()
+        world_size = join_others()
         config, expected = self.resolve(world_size if world_size > 1 else None)
         with _without_garbage():
             from fourfold.engine import build_engine
@@ -222,7 +222,7 @@ class TrainRun:
         return FinishedRun(self.stopped_code if stopped else 0, config, world_size)
 
 
-def _join_others() -> int:
+def join_others() -> int:
     """Join the processes that a launcher started; returns how many there are."""
     from fourfold.launch.launchers import join_launcher
 
@@ -374,7 +374,7 @@ def _train_on_machines(
     os._exit(code)
 
 
-def _refuse_what_would_be_ignored(
+def refuse_what_would_be_ignored(
     nproc: int | None,
     max_restarts: int | None,
     hang_seconds: float | None,

@@ -29,6 +29,7 @@ from fourfold.plan.planner import Candidate, plan
 from fourfold.plan.report import Goodput, goodput_of
 from fourfold.plan.suggestions import impossible
 
+STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
 SAVE_STEPS = "Engine.save_load.save_steps"
 HOUR, DAY = 3600, 86400
 LONGEST_JOB = DAY  # unless the user asks for more; few partitions allow more
