@@ -275,7 +275,7 @@ class Engine:
             share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
             self.saves.before_update()
-            if self.saves.is_committed:
+            if self.saves.pending is not None and self.saves.pending.succeeded:
                 self.save_request.committed()
             rate = self.schedule.lr_at(self.step)
             asked = Asked(stop.reason() is not None, self.save_request.asked())

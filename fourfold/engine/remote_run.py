@@ -18,11 +18,14 @@ from pathlib import Path
 
 from fourfold import storage
 from fourfold.checkpoint.directory import COMMITTED
+from fourfold.metrics import Sinks
 from fourfold.metrics.jsonl import FILE_NAME
 from fourfold.metrics.sinks import WeightsAndBiases
 from fourfold.signals import SAVE_FILE, STOP_FILE
 
 LOOK_SECONDS = 10.0
+# A wait for an upload that is worth a word.
+TOLD_WAIT_SECONDS = 1.0
 # Written once and not added to.
 KEPT_FILES = ("tokenizer.json", WeightsAndBiases.ID_FILE)
 # Read into memory to be uploaded: a log grows meanwhile.
@@ -82,6 +85,15 @@ class RemoteRun:
             (self.output_dir / name).touch(exist_ok=True)
         if STOP_FILE in there:
             storage.remove(f"{self.address}/{STOP_FILE}")
+
+    def tell_wait(self, sinks: Sinks, waited: float, name: str) -> None:
+        """Say that the run stood still for an upload, if it did."""
+        if waited > TOLD_WAIT_SECONDS:
+            sinks.notice(
+                f"waited {waited:.1f} s for the upload of {name}: checkpoints are made faster than "
+                "they are uploaded, and only one at a time is under way; raise "
+                "Engine.save_load.save_steps"
+            )
 
     # -- records ----------------------------------------------------------------------------
 

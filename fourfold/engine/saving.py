@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fourfold import __version__, checkpoint, heartbeat, storage
-from fourfold.checkpoint import PendingSave
+from fourfold.checkpoint import PendingSave, Retention
 from fourfold.config import Config
 from fourfold.data.tokenizer_check import check_checkpoint_tokenizer
 from fourfold.errors import CheckpointError, UserError
@@ -50,8 +50,6 @@ OpenForeign = Callable[[Path], AbstractContextManager[ForeignWeights]]
 # How long to wait before a save that failed is tried again, and how often.
 RETRY_SECONDS = (2.0, 10.0)
 PAUSE_SECONDS = 0.1
-# A wait for an upload that is worth a word.
-TOLD_WAIT_SECONDS = 1.0
 # For the small files and the directory itself.
 OVERHEAD = 1.01
 
@@ -71,11 +69,6 @@ class Saves:
         which only an update changes. Most of the time there is nothing left to copy."""
         if self.pending is not None:
             self.pending.settle()
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether the save in progress, as far as this rank is concerned, is done and well."""
-        return self.pending is not None and self.pending.succeeded
 
     def succeeded(self, path: str) -> None:
         self.failed_in_a_row, self.last_good = 0, path
@@ -146,13 +139,8 @@ def finish(run: Engine, sinks: Sinks | None = None) -> None:
         _tell_failure(run, Sinks() if sinks is None else sinks, step, str(error), final=False)
     else:
         _succeeded(run, step)
-        waited = time.monotonic() - waits
-        if run.remote is not None and sinks is not None and waited > TOLD_WAIT_SECONDS:
-            sinks.notice(
-                f"waited {waited:.1f} s for the upload of {_name(run, step)}: checkpoints are made "
-                "faster than they are uploaded, and only one at a time is under way; raise "
-                "Engine.save_load.save_steps"
-            )
+        if run.remote is not None and sinks is not None:
+            run.remote.tell_wait(sinks, time.monotonic() - waits, _name(run, step))
 
 
 @contextmanager
@@ -191,9 +179,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
 
 def _save_once(run: Engine, final: bool) -> None:
     tensors, section = tensors_to_save(run.runner, run.optimizer), run.config.Engine.save_load
-    keep = checkpoint.Retention(
-        section.keep_last, section.keep_every_n_steps, section.keep_every_hours
-    )
+    keep = Retention(section.keep_last, section.keep_every_n_steps, section.keep_every_hours)
     given = (run.output_dir, run.step, tensors, state_of(run), keep, run.ranks)
     # To an address always: its files are written when this returns, their upload is not waited for.
     if (section.async_save or run.remote is not None) and not final:
