@@ -108,7 +108,7 @@ def test_one_link_that_is_slow_alone_is_named_as_such() -> None:
 
 def test_loss_disk_priority_processors_memory_and_clock() -> None:
     found = clean(4)
-    found.lost |= {pair: 0.03 for pair in found.lost if 3 in pair}
+    found.lost |= {pair: 0.06 for pair in found.lost if 3 in pair}
     found.disks[2] = replace(found.disks[2], bytes_per_second=2e7)
     found.disks[1] = replace(found.disks[1], sync_seconds=0.3)
     found.facts = [
