@@ -201,7 +201,9 @@ def slow_links(found: Preflight) -> list[PreflightFinding]:
     leads = [ranks[0] for ranks in machines.ranks]
     lost = {(leads[a], leads[b]): share for (a, b), share in found.lost.items()}
     named += _judge(machines, lost, LOSS, MOST_LOSS, "loss", lambda share: f"{share:.1%}")
-    return named
+    # What is wrong with a machine shows in its links one by one, too.
+    bad = {finding.host for finding in named if finding.rank is not None}
+    return [one for one in named if one.rank is not None or not bad & {*one.host.split(" - ")}]
 
 
 def _judge(

@@ -200,3 +200,10 @@ def test_every_rank_has_the_same_result(tmp_path: Path) -> None:
     assert math.isfinite(link["clock_offset_seconds"])
     assert lines[0].split()[:3] == ["rank", "host", "GFLOP/s"]
     assert not list(tmp_path.iterdir()), "what was written to time the disk is gone"
+
+
+def test_links_of_a_machine_that_is_named_are_not_named_again() -> None:
+    found = clean(4)
+    found.lost |= {pair: 0.06 for pair in found.lost if 2 in pair}
+    found.links[1, 2] = replace(found.links[1, 2], sent_per_second=1e6)
+    assert named(found) == {("link loss", "node2")}
