@@ -129,7 +129,7 @@ def _on_this_machine(work: Callable[[], None], nproc: int, logs: Path) -> int:
 
 def _on_machines(work: Callable[[int], None], machines: Machines, nproc: int, logs: Path) -> int:
     """This machine's part of a comparison over several."""
-    from fourfold.launch.agent import Limits, run_agent
+    from fourfold.launch.agent import WatchLimits, run_agent
     from fourfold.launch.supervisor import Restarts
 
     return run_agent(
@@ -137,7 +137,7 @@ def _on_machines(work: Callable[[int], None], machines: Machines, nproc: int, lo
         nproc,
         lambda world_size: partial(work, world_size),
         logs,
-        Limits(TIMEOUT_SECONDS, TIMEOUT_SECONDS, TIMEOUT_SECONDS),
+        WatchLimits(TIMEOUT_SECONDS, TIMEOUT_SECONDS, TIMEOUT_SECONDS),
         Restarts(0, 1.0, None),
         threads=threads_of_rank(nproc),
         echo=partial(say, stream=sys.stdout),

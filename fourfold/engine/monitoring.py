@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fourfold import storage
 from fourfold.checkpoint import write_times
 from fourfold.comm_timer import comm_times
 from fourfold.config import Config
@@ -36,7 +36,7 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
-from fourfold.metrics.jsonl import RunFacts
+from fourfold.metrics.jsonl import RunFacts, processor_of
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.metrics.progress import KubeflowProgress
@@ -81,7 +81,7 @@ class Monitoring:
         self.style = line_style(config, mesh.size)
         self.sinks, port = Sinks(), None
         if mesh.rank == 0:
-            output_dir = Path(config.Engine.save_load.output_dir)
+            output_dir = storage.local_path(config.Engine.save_load.output_dir)
             port = _metrics_port(config, done_steps)
             self.sinks = open_sinks(
                 output_dir,
@@ -104,6 +104,9 @@ class Monitoring:
                 world_size=mesh.size,
                 peak_flops=self.peak.flops,
                 peak_source=self.peak.source,
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                processor=processor_of(),
             )
         )
         self.profiler = _profiler(config, mesh, self.sinks)
@@ -132,6 +135,12 @@ class Monitoring:
             if self.evenness is not None:
                 record = self._with_ranks(record, self.evenness)
             self.sinks.train(record)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after an earlier step: what was recorded of later ones is dropped."""
+        self.sinks.rewind(step)
+        self.meter.restart()
+        self.reported_step, self.waited_before = step, comm_times.copy()
 
     def compare(self, step: int) -> None:
         """At the end: predicted against measured; a collective."""

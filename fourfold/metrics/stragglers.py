@@ -16,8 +16,8 @@ equal, or links of other machines. Noise must not name anyone, so `outliers` ask
 a difference that matters, and for a distance of several spreads; and `Suspicion` gathers over looks
 of at least `LOOK_SECONDS`: a figure just over the factor must be there for twelve in a row, one far
 over it for five, a rank six times as slow as its peers for three, or two long ones. One look below
-the factor, and the count begins anew. Five, because other work on
-a machine makes one look in twenty far too long: five in a row happen to one rank in three million.
+the factor, and the count begins anew. Five, because other work on a machine makes one look in
+twenty far too long: five in a row happen to one rank in three million.
 A round trip of TCP is late far more often, for an acknowledgement may be held back; so a link must
 stay slow for twelve looks, or for four long ones.
 """
