@@ -22,13 +22,13 @@ from fourfold.metrics.stragglers import Bound, best_links, outliers
 # A processor is shared with whatever else runs; GPUs of one kind differ by a few percent.
 CPU_RATE, GPU_RATE = Bound(2.0, 0.0), Bound(1.2, 0.0)
 # Latencies in seconds, rates as seconds a byte.
-LATENCY, RATE, LOSS = Bound(3.0, 5e-4), Bound(2.0, 0.0), Bound(3.0, 0.003)
+LATENCY, RATE, LOSS = Bound(3.0, 5e-4), Bound(2.0, 0.0), Bound(3.0, 0.02)
 # Between containers of one machine its processors carry every byte, as fast as they find time.
 SHARED_LATENCY, SHARED_RATE = Bound(5.0, 3e-3), Bound(4.0, 2e-8)
 DISK, SYNC = Bound(4.0, 0.0), Bound(5.0, 0.05)
 MEMORY = Bound(3.0, 0.0)
 # Where there is nothing to compare with: no network or disk to train on.
-SLOWEST_LATENCY_SECONDS, SLOWEST_LINK, MOST_LOSS, SLOWEST_DISK = 5e-3, 10e6, 0.003, 5e6
+SLOWEST_LATENCY_SECONDS, SLOWEST_LINK, MOST_LOSS, SLOWEST_DISK = 5e-3, 10e6, 0.03, 5e6
 MOST_CLOCK_SECONDS = 1.0
 DOCKER_SHM = 64 << 20  # what a container has unless it is told otherwise
 
@@ -201,7 +201,9 @@ def slow_links(found: Preflight) -> list[PreflightFinding]:
     leads = [ranks[0] for ranks in machines.ranks]
     lost = {(leads[a], leads[b]): share for (a, b), share in found.lost.items()}
     named += _judge(machines, lost, LOSS, MOST_LOSS, "loss", lambda share: f"{share:.1%}")
-    return named
+    # What is wrong with a machine shows in its links one by one, too.
+    bad = {finding.host for finding in named if finding.rank is not None}
+    return [one for one in named if one.rank is not None or not bad & {*one.host.split(" - ")}]
 
 
 def _judge(

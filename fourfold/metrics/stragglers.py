@@ -68,7 +68,9 @@ WRITING = Bound(4.0, 0.5)
 ROUND_TRIP = Bound(5.0, 0.003)
 # Of one link between good machines, which has no better one to show what its ends can do.
 LONE_ROUND_TRIP = Bound(5.0, 0.05)
-LOSS = Bound(3.0, 0.003)
+# Bursts overflow queues on good links too. One lost segment makes those after it late, so that a
+# link that loses one in a hundred shows several times that.
+LOSS = Bound(3.0, 0.02)
 # Seconds a byte. Small messages between large ones blur it; a rate below 100 MB/s is worth a word.
 SENDING = Bound(4.0, 1e-8)
 

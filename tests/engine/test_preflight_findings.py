@@ -108,7 +108,7 @@ def test_one_link_that_is_slow_alone_is_named_as_such() -> None:
 
 def test_loss_disk_priority_processors_memory_and_clock() -> None:
     found = clean(4)
-    found.lost |= {pair: 0.03 for pair in found.lost if 3 in pair}
+    found.lost |= {pair: 0.06 for pair in found.lost if 3 in pair}
     found.disks[2] = replace(found.disks[2], bytes_per_second=2e7)
     found.disks[1] = replace(found.disks[1], sync_seconds=0.3)
     found.facts = [
@@ -200,3 +200,10 @@ def test_every_rank_has_the_same_result(tmp_path: Path) -> None:
     assert math.isfinite(link["clock_offset_seconds"])
     assert lines[0].split()[:3] == ["rank", "host", "GFLOP/s"]
     assert not list(tmp_path.iterdir()), "what was written to time the disk is gone"
+
+
+def test_links_of_a_machine_that_is_named_are_not_named_again() -> None:
+    found = clean(4)
+    found.lost |= {pair: 0.06 for pair in found.lost if 2 in pair}
+    found.links[1, 2] = replace(found.links[1, 2], sent_per_second=1e6)
+    assert named(found) == {("link loss", "node2")}
