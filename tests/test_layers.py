@@ -12,9 +12,9 @@ from fourfold.cli import VERBS
 
 # Each part imports only from parts to its left.
 ORDER = (
-    "errors atomic_files charts pages terminal heartbeat comm_timer signals processors shards "
-    "config tokenizer data native model device meeting placement mesh parallel cost optim metrics "
-    "checkpoint engine"
+    "errors atomic_files storage charts pages terminal heartbeat comm_timer signals processors "
+    "shards config tokenizer data native model device meeting placement mesh parallel cost optim "
+    "metrics checkpoint trace engine"
 )
 CORE = ORDER.split()
 # Each imports the core, and of the other tools only those it names.
@@ -23,6 +23,7 @@ TOOLS: dict[str, set[str]] = {
     "convert": set(),
     "launch": set(),
     "plan": set(),
+    "question": {"launch", "tools"},
     "accept": {"launch", "plan"},
     "submit": {"plan"},
     "generate": {"convert"},
@@ -80,6 +81,7 @@ def test_imports_keep_to_the_tiers(file: Path) -> None:
     [
         "errors",
         "atomic_files",
+        "storage",
         "charts",
         "pages",
         "terminal",

@@ -33,7 +33,7 @@ VERBS = {
     "layout": "layout",
     "plan": "plan",
     "rehearse": "rehearse",
-    "doctor": "plan",
+    "doctor": "doctor",
     "submit": "submit",
     "accept": "accept",
     "mup": "mup",
@@ -41,6 +41,8 @@ VERBS = {
     "data": "data",
     "checkpoint": "checkpoint",
     "config": "config",
+    "replay": "question",
+    "prove": "question",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, PrivateAttr, field_validator
 
-from fourfold.config.batch_schedule import BatchSchedule, Ramp
+from fourfold.config.batch_schedule import BatchSchedule, LeftOut, Ramp
 from fourfold.config.fields import (
     LARGEST,
     BelowOne,
@@ -108,12 +108,26 @@ class SaveLoadSection(Section):
         1000, "Write a checkpoint every this many steps; 0 or -1 only at the end of the run."
     )
     output_dir: str = key(
-        "./output", "Run directory: checkpoints step_N, logs and metrics are written here."
+        "./output",
+        "Run directory: checkpoints step_N, logs and metrics are written here. An address "
+        "(s3://bucket/run) is written to from a local copy, while training continues.",
     )
     ckpt_dir: str | None = key(
-        None, "Checkpoint to start from: a step_N directory, an output directory, or latest."
+        None,
+        "Checkpoint to start from: a step_N directory, an output directory, or latest; a path or "
+        "an address (s3://bucket/run/step_1000).",
     )
     keep_last: CountOrZero = key(3, "How many of the newest checkpoints to keep; 0 keeps all.")
+    keep_every_n_steps: CountOrZero = key(
+        0,
+        "Beside the newest, keep the checkpoints whose step is a multiple of this for good; 0 "
+        "keeps none for its step.",
+    )
+    keep_every_hours: Annotated[float, Number, Ge(0), Le(LARGEST)] = key(
+        0.0,
+        "Beside the newest, keep for good the first checkpoint and each that was saved at least "
+        "this many hours after the last one kept so; 0 keeps none for its time.",
+    )
     async_save: bool = key(
         False,
         "Write checkpoints in the background: the state is copied to host memory and training "
@@ -131,6 +145,35 @@ class SaveLoadSection(Section):
     )
     auto_resume: bool = key(
         True, "With ckpt_dir null, continue from the newest complete checkpoint in output_dir."
+    )
+
+
+class SpikesSection(Section):
+    action: Literal["none", "warn", "skip", "rewind"] = key(
+        "none",
+        "What to do about a loss spike: none does not look for any; warn says so and writes which "
+        "documents it was to spikes/ in output_dir; skip also holds its update back; rewind goes "
+        "back to the checkpoint before it and on without the samples of the steps in question.",
+    )
+    window: Annotated[Count, Ge(8)] = key(
+        64,
+        "Steps that the band around loss and gradient norm is made of: their median, and the "
+        "median change from one to the next. There is no decision before so many are known.",
+    )
+    threshold: Positive = key(
+        8.0,
+        "How many times their spread loss or gradient norm must be above the median. The spread is "
+        "1.05 times the median absolute change from step to step, and at least 2 % of the median "
+        "loss or 25 % of the median norm.",
+    )
+    warm_up: CountOrZero = key(100, "Steps at the start of a run without a decision.")
+    steps: Count = key(
+        1,
+        "With rewind: the steps whose samples are left out, the one that spiked and those before "
+        "it.",
+    )
+    most: CountOrZero = key(
+        3, "With rewind: how often a run may go back. After that, spikes are only reported."
     )
 
 
@@ -184,10 +227,19 @@ class EngineSection(Section):
         "An update with a non-finite loss or gradient is skipped; after this many in a row the "
         "run stops.",
     )
+    spikes: SpikesSection = section(
+        SpikesSection, "Steps whose loss or gradient norm is far above what it was before."
+    )
     check_replicas_freq: CountOrZero = key(
         0,
         "Every this many steps, compare bit by bit what several ranks must hold identically; 0 "
         "only after loading a checkpoint.",
+    )
+    preflight: Literal["none", "short", "full"] = key(
+        "short",
+        "With several processes, measure every rank, link and disk before the first step, compare "
+        "versions and data, and name what is slow or differs: short in a second or two, full with "
+        "every pair of machines, none not at all.",
     )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(
@@ -309,10 +361,21 @@ class DatasetSection(Section):
         "Directory of the sample index caches. Null keeps them beside the data, or in the user's "
         "cache directory where that cannot be written.",
     )
+    block_cache_gb: Annotated[float, Number, Gt(0), Le(LARGEST)] = key(
+        20.0,
+        "Space in the user's cache directory, in GB, for blocks of token files that are read from "
+        "an address (s3://bucket/data); those used least recently make room.",
+    )
     allow_tokenizer_mismatch: bool = key(
         False,
         "Train even if the data was made with a tokenizer other than Global.tokenizer or that of "
         "the checkpoint's data, or with one that does not fit Model.vocab_size.",
+    )
+    leave_out: list[list[CountOrZero]] = key(
+        [],
+        "Training samples that are not read: pairs [first, after the last] of sample numbers, as "
+        "`fourfold data at` prints them. The order of all others stays; samples after them move "
+        "up.",
     )
     prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
 
@@ -321,6 +384,13 @@ class DatasetSection(Section):
     def _check_recipe(cls, value: str | list[str] | None) -> str | list[str] | None:
         if value is not None:
             parse_recipe(value)
+        return value
+
+    @field_validator("leave_out")
+    @classmethod
+    def _check_left_out(cls, value: list[list[int]]) -> list[list[int]]:
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in value):
+            raise ValueError("give pairs of numbers, such as [[640, 648]] for samples 640 to 647")
         return value
 
     @field_validator("split")
@@ -652,6 +722,8 @@ class Config(Section):
     _notices: list[str] = PrivateAttr(default_factory=list)
     # Steps done and samples read when another batch began, where one did.
     _continued: tuple[int, int] = PrivateAttr(default=(0, 0))
+    # Samples that the run left out on its way, beside those of Data.dataset.leave_out.
+    _left_out: LeftOut = PrivateAttr(default=LeftOut())
 
     @property
     def notices(self) -> list[str]:
@@ -663,7 +735,16 @@ class Config(Section):
         """The samples of every step, once the batch is resolved."""
         sizes = self.Data.batch_size
         ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)
-        return BatchSchedule(sizes.global_batch_size, ramp, *self._continued)
+        return BatchSchedule(sizes.global_batch_size, ramp, *self._continued, self.left_out)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """The training samples that are not read."""
+        return self._left_out.joined(self.Data.dataset.leave_out)
+
+    def leave_out(self, left_out: LeftOut) -> None:
+        """Read none of these either."""
+        self._left_out = left_out
 
     def continue_batches(self, step: int, consumed: int) -> None:
         """Let the batches of this configuration begin after `step` steps that read `consumed`

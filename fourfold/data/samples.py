@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold import storage
 from fourfold.config.recipe import Rounding, parse_split
 from fourfold.data import cache
 from fourfold.data.datasets import TokenDataset
@@ -175,7 +176,8 @@ class Samples:
         self.num_documents = stream.documents
         self.identity = stream.identity
         self.fingerprint = fingerprint
-        self.name = f"{stream.spec.part} part of {sources[0].path.parent}"
+        self.name = f"{stream.spec.part} part of {storage.name_of(sources[0].path.parent)}"
+        self.is_remote = any(source.is_remote for source in self.sources)
         self._num_samples = num_samples
         self._shards = shards
         self._first_documents = first_documents(sources)
@@ -317,6 +319,12 @@ class Samples:
 
     def _spans(self, i: int) -> Iterator[np.ndarray]:
         """Views of the tokens of sample i, one per document it touches."""
+        for source, document, begin, stop in self.places_of(i):
+            yield source.tokens(document, begin, stop)
+
+    def places_of(self, i: int) -> Iterator[tuple[TokenDataset, int, int, int]]:
+        """The parts of documents that make up sample i: dataset, document there, and which of its
+        tokens, first and after the last."""
         if not 0 <= i < self._num_samples:
             raise IndexError(f"sample {i} of {self._num_samples}")
         indices, place = self._shards.locate(i)
@@ -340,7 +348,7 @@ class Samples:
                 raise self._damaged(i)
             remaining -= stop - begin
             if stop > begin:
-                yield source.tokens(document, begin, stop)
+                yield source, document, begin, stop
         if remaining:
             raise self._damaged(i)
 

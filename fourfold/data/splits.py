@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fourfold import storage
 from fourfold.config import Config
 from fourfold.config.recipe import Recipe, parse_recipe
 from fourfold.data.datasets import TokenDataset
@@ -49,6 +50,7 @@ class SplitData:
 def open_splits(config: Config) -> dict[str, SplitData]:
     """Open the datasets of every part that has any. Reads no tokens and builds nothing."""
     dataset = config.Data.dataset
+    storage.limit_blocks(int(dataset.block_cache_gb * 1e9))
     num_samples = samples_of_run(config)
     opened: dict[str, list[TokenDataset]] = {}
     splits = {}
@@ -104,8 +106,12 @@ def samples_of_run(config: Config) -> dict[str, int]:
     """How many samples of each part the whole run reads, counted as the originals do."""
     engine, batch = config.Engine, config.Data.batch_size.global_batch_size
     evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 0
+    train = config.batch_schedule.consumed(engine.max_steps)
+    if config.Data.dataset.order == "elastic":
+        # Other orders would change with the length; there the loader makes up for what is missing.
+        train += len(config.left_out)
     return {
-        "train": config.batch_schedule.consumed(engine.max_steps),
+        "train": train,
         "valid": batch * evaluations * engine.eval_iters,
         "test": batch * engine.test_iters,
     }

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fourfold import __version__, checkpoint, heartbeat
-from fourfold.checkpoint import PendingSave
+from fourfold import __version__, checkpoint, heartbeat, storage
+from fourfold.checkpoint import PendingSave, Retention
 from fourfold.config import Config
 from fourfold.data.tokenizer_check import check_checkpoint_tokenizer
 from fourfold.errors import CheckpointError, UserError
@@ -97,13 +97,26 @@ def save(
     sinks = Sinks() if sinks is None else sinks
     with meter.timed("save", run.step):
         finish(run, sinks)
-        path = str(run.output_dir / f"step_{run.step}")
+        path = _name(run, run.step)
+        run.save_request.take()
         reason = _save_patiently(run, sinks, stop, final)
         if reason is not None:
             _tell_failure(run, sinks, run.step, reason, final)
         elif run.saves.pending is None:
-            run.saves.succeeded(path)
+            _succeeded(run, run.step)
+        sinks.seal()
+        if run.remote is not None:
+            run.remote.push_behind()
     return path
+
+
+def _name(run: Engine, step: int) -> str:
+    return storage.name_of(run.output_dir / f"step_{step}")
+
+
+def _succeeded(run: Engine, step: int) -> None:
+    run.saves.succeeded(_name(run, step))
+    run.save_request.committed()
 
 
 def save_what_is_left(run: Engine, meter: Meter, sinks: Sinks, stop: StopRequest) -> str:
@@ -119,13 +132,15 @@ def finish(run: Engine, sinks: Sinks | None = None) -> None:
     pending, run.saves.pending = run.saves.pending, None
     if pending is None:
         return
-    step = run.saves.pending_step
+    step, waits = run.saves.pending_step, time.monotonic()
     try:
         run.mesh.on_all_ranks(lambda: pending.wait(heartbeat.alive))
     except UserError as error:
         _tell_failure(run, Sinks() if sinks is None else sinks, step, str(error), final=False)
     else:
-        run.saves.succeeded(str(run.output_dir / f"step_{step}"))
+        _succeeded(run, step)
+        if run.remote is not None and sinks is not None:
+            run.remote.tell_wait(sinks, time.monotonic() - waits, _name(run, step))
 
 
 @contextmanager
@@ -148,7 +163,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
     asked_before = stop is not None and stop.reason() is not None
     for pause in (*RETRY_SECONDS, None):
         try:
-            _save_once(run, in_background=run.config.Engine.save_load.async_save and not final)
+            _save_once(run, final)
             return None
         except UserError as error:
             reason = str(error)
@@ -162,13 +177,16 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
     return reason
 
 
-def _save_once(run: Engine, in_background: bool) -> None:
-    tensors = tensors_to_save(run.runner, run.optimizer)
-    keep_last = run.config.Engine.save_load.keep_last
-    given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.ranks)
-    if in_background:
+def _save_once(run: Engine, final: bool) -> None:
+    tensors, section = tensors_to_save(run.runner, run.optimizer), run.config.Engine.save_load
+    keep = Retention(section.keep_last, section.keep_every_n_steps, section.keep_every_hours)
+    given = (run.output_dir, run.step, tensors, state_of(run), keep, run.ranks)
+    # To an address always: its files are written when this returns, their upload is not waited for.
+    if (section.async_save or run.remote is not None) and not final:
         run.saves.pending = checkpoint.begin_save(*given, in_place=True)
         run.saves.pending_step = run.step
+        if not section.async_save:
+            run.saves.pending.wait_until_written(heartbeat.alive)
     else:
         run.mesh.on_all_ranks(lambda: checkpoint.save(*given))
 
@@ -225,35 +243,22 @@ def check_room(run: Engine) -> list[str]:
 
 
 def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
-    """Why the run cannot save at all, and notices if it can."""
-    section, step = run.config.Engine.save_load, run.step
-    every = section.save_steps if section.save_steps > 0 else run.config.Engine.max_steps
-    to_come = -(-run.config.Engine.max_steps // every) - step // every
-    if step >= run.config.Engine.max_steps:
+    section, step, last = run.config.Engine.save_load, run.step, run.config.Engine.max_steps
+    every = section.save_steps if section.save_steps > 0 else last
+    to_come = -(-last // every) - step // every
+    if step >= last:
         return None, []
     free = checkpoint.free_bytes(run.output_dir)
-    has = f"{run.output_dir} has {free / 1e9:.3f} GB free"
-    if free < one:
-        problem = (
-            f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
-            "Engine.save_load.output_dir to a larger disk"
-        )
-        return problem, []
-    here = len(checkpoint.candidates(run.output_dir))
+    if run.remote is not None:
+        return checkpoint.staging_problem(run.output_dir, one, free), []
+    here, keep = len(checkpoint.candidates(run.output_dir)), section.keep_last
     # A new one is written before the oldest is removed.
-    more = max(section.keep_last + 1 - here, 1) if section.keep_last else to_come
-    if free >= (needed := min(more, to_come) * one):
-        return None, []
-    notice = (
-        f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
-        f"{min(more, to_come)} checkpoints of {one / 1e9:.3f} GB "
-        f"(Engine.save_load.keep_last={section.keep_last}); saves will fail unless there is "
-        "more room or fewer are kept"
-    )
-    return None, [notice]
+    more = min(max(keep + 1 - here, 1) if keep else to_come, to_come)
+    return checkpoint.room_problem(run.output_dir, one, free, more, keep)
 
 
-def _state(run: Engine) -> dict[str, Any]:
+def state_of(run: Engine) -> dict[str, Any]:
+    """What a checkpoint saved now keeps besides tensors."""
     consumed = run.batch_schedule.consumed(run.step)
     return {
         "version": __version__,
@@ -263,6 +268,7 @@ def _state(run: Engine) -> dict[str, Any]:
         "skipped_updates": run.guard.skipped,
         "loss_scale": vars(run.loss_scale) if run.loss_scale else None,
         **run.data.state(consumed),
+        **({} if run.spikes is None else {"spikes": run.spikes.state()}),
         "config": run.config.to_dict(),
     }
 
@@ -280,6 +286,7 @@ class Restored:
     step: int = 0
     skipped_updates: int = 0
     loss_scale: LossScale | None = None
+    spikes: dict[str, Any] | None = None  # what the detector had seen
 
 
 def resume(run: Engine) -> Restored | None:
@@ -292,7 +299,15 @@ def resume(run: Engine) -> Restored | None:
     told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
     if told is None:
         return None
-    source = SavedRun(**json.loads(told))
+    return _restore(run, SavedRun(**json.loads(told)))
+
+
+def restore_from(run: Engine, directory: Path) -> Restored:
+    """Fill the run's tensors from this checkpoint of its own, or one before it; a collective."""
+    return _restore(run, run.mesh.on_all_ranks(lambda: _describe(directory)))
+
+
+def _restore(run: Engine, source: SavedRun) -> Restored:
     restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
     restored = restore(run, source)
     sync_tied_copy(run.runner, run.optimizer)
@@ -316,7 +331,7 @@ def _choose(run: Engine) -> SavedRun | None:
     try:
         found = _source(run.config, run.output_dir)
         if found is not None and run.open_foreign is not None and _is_foreign(found):
-            return SavedRun(str(found), "foreign")
+            return SavedRun(storage.name_of(found), "foreign")
         return None if found is None else _describe(found)
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints: {error}") from error
@@ -329,12 +344,12 @@ def _describe(where: Path) -> SavedRun:
         except CheckpointError:
             continue  # named to the user when the next one is resumed
         if state.get("weights_only"):
-            return SavedRun(str(where), "weights")
+            return SavedRun(storage.name_of(where), "weights")
         # Before there was a choice, it was AdamW without an average.
         section = (state.get("config") or {}).get("Optimizer") or {}
         has_ema = section.get("ema_decay") is not None
-        return SavedRun(str(where), "run", section.get("name", "AdamW"), has_ema)
-    return SavedRun(str(where))
+        return SavedRun(storage.name_of(where), "run", section.get("name", "AdamW"), has_ema)
+    return SavedRun(storage.name_of(where))
 
 
 def _continue(run: Engine, source: SavedRun) -> Restored:
@@ -346,16 +361,21 @@ def _continue(run: Engine, source: SavedRun) -> Restored:
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     if consumed != run.batch_schedule.consumed(step):
         notices += run.change_batch(step, consumed)
-    about_data = run.data.restore(state, consumed, str(path))
+    about_data = run.mesh.rank_0_first(
+        lambda: run.data.restore(state, consumed, storage.name_of(path))
+    )
+    run.batch_schedule = run.config.batch_schedule
     if "optim." not in ignored:
         run.optimizer.restore_updates(int(state["optimizer_updates"]))
     scale = state["loss_scale"]
+    named = storage.name_of(path)
     return Restored(
-        str(path),
-        [*notices, f"resumed from {path} at step {step}", *about_data],
+        named,
+        [*notices, f"resumed from {named} at step {step}", *about_data],
         step=step,
         skipped_updates=int(state["skipped_updates"]),
         loss_scale=LossScale(**scale) if scale else None,
+        spikes=state.get("spikes"),
     )
 
 
@@ -395,11 +415,11 @@ def _take_weights(run: Engine, source: SavedRun) -> Restored:
     notices += check_checkpoint_tokenizer(
         state.get("tokenizer"),
         run.data.sources,
-        str(path),
+        storage.name_of(path),
         run.config.Data.dataset.allow_tokenizer_mismatch,
     )
-    notices.append(f"starting at step 0 with the weights of {path}")
-    return Restored(str(path), notices, is_weights_only=True)
+    notices.append(f"starting at step 0 with the weights of {storage.name_of(path)}")
+    return Restored(storage.name_of(path), notices, is_weights_only=True)
 
 
 def _is_foreign(where: Path) -> bool:
@@ -408,7 +428,7 @@ def _is_foreign(where: Path) -> bool:
 
 def check_foreign(config: Config, open_foreign: OpenForeign) -> None:
     """Before anything is built: another program's checkpoint must be of the network described."""
-    where = _source(config, Path(config.Engine.save_load.output_dir))
+    where = _source(config, storage.local_path(config.Engine.save_load.output_dir))
     if where is None or not _is_foreign(where):
         return
     with open_foreign(where) as foreign:

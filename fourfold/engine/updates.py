@@ -1,7 +1,7 @@
 """The end of a step: what all ranks agree on, the update, and when the host learns of it.
 
-Loss, norm of the gradient and requests to stop are summed over all ranks in one message; an update
-with a loss or norm that is not finite is skipped.
+Loss, norm of the gradient and requests to stop or to save are summed over all ranks in one message;
+an update with a loss or norm that is not finite is skipped.
 
 `HostUpdates` decides on the host, where the numbers of a CPU are anyway. On a GPU that would empty
 its queue in every step: the host would wait for the backward pass, and the GPU then for the host.
@@ -13,14 +13,38 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fourfold.optim import DeviceLossScale, LossScale, Optimizer
 from fourfold.parallel import Runner
+
+
+class Asked(NamedTuple):
+    """Whether this rank was asked to stop the run, and to save it."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class SpikeLimits:
+    """What the loss and the gradient norm of a step may come to; see `fourfold.engine.spikes`."""
+
+    loss: float = math.inf
+    norm: float = math.inf
+    usual: float | None = None  # loss
+
+    def exceeded_by(self, loss: float, norm: float) -> bool:
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        return finite and (loss > self.loss or norm > self.norm)
+
+
+Look = Callable[["StepResult"], None]
 
 
 @dataclass(frozen=True)
@@ -32,23 +56,39 @@ class StepResult:
     norm: float  # of the gradient, after unscaling
     loss_scale: float
     stops: bool  # whether any rank was asked to stop
+    saves: bool = False  # whether any was asked to save
+    held_back: bool = False  # whether its update was, for a spike
 
     @property
     def finite(self) -> bool:
-        """Whether the update was applied."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    @property
+    def applied(self) -> bool:
+        """Whether there was an update."""
+        return self.finite and not self.held_back
 
 
 class Updates(Protocol):
+    # Called on the host with what a step comes to, where that is known before the update.
+    before_update: Look | None
+
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         """What to multiply the next step's loss with."""
 
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self,
+        step: int,
+        share: Tensor,
+        learning_rate: float,
+        scale: float | Tensor,
+        asked: Asked,
+        limits: SpikeLimits | None = None,
     ) -> None:
         """Update the weights with the gradients of `step`, and clear these.
 
-        `share` is this rank's of the loss; `asked`, whether it was asked to stop.
+        `share` is this rank's of the loss; `asked`, what it was asked for. Beyond `limits` there is
+        no update.
         """
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
@@ -69,19 +109,29 @@ class HostUpdates:
         self.runner = runner
         self.optimizer = optimizer
         self.known: list[StepResult] = []
+        self.before_update: Look | None = None
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         return loss_scale.value if loss_scale else 1.0
 
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self,
+        step: int,
+        share: Tensor,
+        learning_rate: float,
+        scale: float | Tensor,
+        asked: Asked,
+        limits: SpikeLimits | None = None,
     ) -> None:
         scale = float(scale)
         squares = float(self.runner.squared_norm())
-        loss, squares, stops = self.runner.mesh.all_reduce(float(share), squares, asked)
+        loss, squares, stops, saves = self.runner.mesh.all_reduce(float(share), squares, *asked)
         norm = math.sqrt(squares) / scale
-        result = StepResult(step, loss, norm, scale, stops > 0)
-        if result.finite:
+        held_back = limits is not None and limits.exceeded_by(loss, norm)
+        result = StepResult(step, loss, norm, scale, stops > 0, saves > 0, held_back)
+        if self.before_update is not None:
+            self.before_update(result)
+        if result.applied:
             self.optimizer.update(learning_rate, norm, scale)
             self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
@@ -100,8 +150,9 @@ class DeviceUpdates:
         self.optimizer = optimizer
         self.loss_scale: DeviceLossScale | None = None
         self.unread: deque[Unread] = deque()
+        self.before_update: Look | None = None  # nothing is known here then
         # Two are under way at most; the copy to pinned memory does not make the host wait.
-        self.messages = [torch.empty(4, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self.messages = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(2)]
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         if loss_scale is None:
@@ -113,20 +164,31 @@ class DeviceUpdates:
 
     @torch.no_grad()
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self,
+        step: int,
+        share: Tensor,
+        learning_rate: float,
+        scale: float | Tensor,
+        asked: Asked,
+        limits: SpikeLimits | None = None,
     ) -> None:
         # Filled, not copied: a copy from the host would be waited for.
-        stops = share.new_full((), float(asked), dtype=torch.float64)
-        agreed = torch.stack([share.double(), self.runner.squared_norm(), stops])
+        requests = [share.new_full((), float(one), dtype=torch.float64) for one in asked]
+        agreed = torch.stack([share.double(), self.runner.squared_norm(), *requests])
         self.runner.mesh.all_reduce_(agreed)
-        loss, squares, stops = agreed.unbind()
+        loss, squares, stops, saves = agreed.unbind()
         norm = squares.sqrt() / scale
         overflowed = ~(loss.isfinite() & norm.isfinite())
-        self.optimizer.update(learning_rate, norm, scale, found_inf=overflowed.float())
+        held_back = torch.zeros_like(overflowed)
+        if limits is not None:
+            held_back = ((loss > limits.loss) | (norm > limits.norm)) & ~overflowed
+        self.optimizer.update(
+            learning_rate, norm, scale, found_inf=(overflowed | held_back).float()
+        )
         self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
         used = scale if isinstance(scale, Tensor) else torch.full_like(loss, scale)
-        self._send(step, torch.stack([loss, norm, used, stops]))
+        self._send(step, torch.stack([loss, norm, used, stops, saves, held_back.double()]))
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
 
@@ -140,7 +202,7 @@ class DeviceUpdates:
         known = []
         while len(self.unread) > (0 if of_all else 1):
             result = self.unread.popleft().read()
-            if not result.finite:
+            if not result.applied:
                 self.optimizer.updates -= 1  # counted before it was known
             known.append(result)
         return known
@@ -151,10 +213,10 @@ class Unread:
     """The result of a step on its way to the host."""
 
     step: int
-    message: Tensor  # loss, norm, loss scale, requests to stop
+    message: Tensor  # loss, norm, loss scale, requests to stop and to save, whether held back
     arrived: torch.cuda.Event
 
     def read(self) -> StepResult:
         self.arrived.synchronize()
-        loss, norm, scale, stops = self.message.tolist()
-        return StepResult(self.step, loss, norm, scale, stops > 0)
+        loss, norm, scale, stops, saves, held_back = self.message.tolist()
+        return StepResult(self.step, loss, norm, scale, stops > 0, saves > 0, held_back > 0)

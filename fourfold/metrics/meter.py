@@ -5,7 +5,7 @@ multiples). Times are wall-clock means per step over the window. Evaluating and 
 between steps: their time is reported, but does not count towards the cost of a batch.
 
 Besides the times a record has the memory of this process and its device and, with several ranks,
-how evenly they worked: stragglers, and the shares of communication and of the bubble.
+how evenly they worked (`stragglers.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
 
 import torch
 from torch.profiler import record_function
@@ -25,6 +24,7 @@ from torch.profiler import record_function
 from fourfold import heartbeat
 from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.metrics.jsonl import timestamp
+from fourfold.metrics.stragglers import RankTimes
 
 BETWEEN_STEPS = ("evaluate", "save")
 PROFILER_PREFIX = "fourfold/"
@@ -154,6 +154,11 @@ class Meter:
             time=timestamp(),
         )
 
+    def restart(self) -> None:
+        """Begin a new window: the steps of the one under way are dropped."""
+        self._window_start, self._window_steps = self._clock(), 0
+        self._phase_seconds.clear()
+
     def _close_window(self) -> tuple[dict[str, float], float]:
         """Seconds of each phase and of a batch, per step of the window; then a new window."""
         now, steps = self._clock(), self._window_steps
@@ -168,75 +173,6 @@ class Meter:
         if self.peak_flops is None or self.flops_per_token is None:
             return None
         return self.flops_per_token * ips_total / (self.peak_flops * self.world_size)
-
-
-# -- stragglers: how evenly the ranks work ------------------------------------------------------
-
-# A rank this much busier than the middle one, window after window, holds all the others up.
-SLOW_FACTOR = 1.2
-WINDOWS_TO_BE_SURE = 3
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """A window's steps, over all ranks. Busy is the time a rank was not waiting for others."""
-
-    busy_seconds_least: float
-    busy_seconds_median: float
-    busy_seconds_most: float
-    slowest_rank: int
-    communication_share: float  # of a step, mean over ranks
-    bubble_share: float  # of a step the pipeline left empty, mean over ranks
-
-
-@dataclass(frozen=True)
-class OwnTimes:
-    """One rank's mean step of a window."""
-
-    batch_seconds: float
-    communication_seconds: float
-    bubble_seconds: float
-
-    def values(self) -> tuple[float, float, float]:
-        return (self.batch_seconds, self.communication_seconds, self.bubble_seconds)
-
-
-def compare_ranks(rows: Sequence[Sequence[float]]) -> RankTimes:
-    """`rows` are `OwnTimes.values` of every rank, by rank."""
-    times = [OwnTimes(*row) for row in rows]
-    busy = [t.batch_seconds - t.communication_seconds - t.bubble_seconds for t in times]
-    whole = [max(t.batch_seconds, 1e-9) for t in times]
-    return RankTimes(
-        busy_seconds_least=min(busy),
-        busy_seconds_median=median(busy),
-        busy_seconds_most=max(busy),
-        slowest_rank=busy.index(max(busy)),
-        communication_share=fmean(t.communication_seconds / w for t, w in zip(times, whole)),
-        bubble_share=fmean(t.bubble_seconds / w for t, w in zip(times, whole)),
-    )
-
-
-class Stragglers:
-    """Tells, once for each, of a rank that stays the slowest by far."""
-
-    def __init__(self) -> None:
-        self.suspect: int | None = None
-        self.windows = 0
-        self.reported: set[int] = set()
-
-    def look(self, times: RankTimes) -> str | None:
-        """What to say about this window, if anything."""
-        slow = times.busy_seconds_most > SLOW_FACTOR * times.busy_seconds_median
-        rank = times.slowest_rank if slow else None
-        self.windows = self.windows + 1 if rank == self.suspect else 1
-        self.suspect = rank
-        if rank is None or rank in self.reported or self.windows < WINDOWS_TO_BE_SURE:
-            return None
-        self.reported.add(rank)
-        return (
-            f"rank {rank} holds the others up: busy for {times.busy_seconds_most:.3f} s of a step, "
-            f"the middle rank for {times.busy_seconds_median:.3f} s"
-        )
 
 
 # -- memory -------------------------------------------------------------------------------------
