@@ -302,13 +302,13 @@ def _thinned(steps: list[int], values: list[float], most: int) -> Json:
 
 def _spikes(directory: Path, moments: Sequence[Moment]) -> list[Json]:
     """Of events, with the documents of their reports. A rewind drops the event of its spike, and
-    tells what it was."""
-    found: dict[int, Json] = {}
+    tells what it was; so a step can have been a spike more than once."""
+    found: list[Json] = []
     for moment in moments:
         if moment.event not in ("spike", "rewind"):
             continue
         step = _whole(moment.fields, "spike_step") or moment.step
-        found[step] = {
+        spike = {
             "step": step,
             "loss": _finite(number_of(moment.fields, "loss")),
             "loss_limit": _finite(number_of(moment.fields, "loss_limit")),
@@ -317,7 +317,8 @@ def _spikes(directory: Path, moments: Sequence[Moment]) -> list[Json]:
             "action": shorten(moment.fields.get("action", moment.event), 20),
             **_documents(directory, moment.fields.get("report")),
         }
-    return [found[step] for step in sorted(found)][-MOST_SPIKES:]
+        found.append(spike)
+    return found[-MOST_SPIKES:]
 
 
 def _documents(directory: Path, report: object) -> Json:
