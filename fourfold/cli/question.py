@@ -15,7 +15,7 @@ from fourfold.cli.options import Overrides, refuse_several_processes
 
 if TYPE_CHECKING:
     from fourfold.config import Config
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The output directory of a run.")]
 Processes = Annotated[

@@ -23,8 +23,8 @@ from fourfold.engine.agreement import check_agreement, compare_hardware, facts_o
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
+from fourfold.engine.resuming import OpenForeign, check_foreign
 from fourfold.engine.run_data import open_run_data
-from fourfold.engine.saving import OpenForeign, check_foreign
 from fourfold.mesh import Mesh, connect
 from fourfold.optim import build_optimizer
 from fourfold.parallel import layout_of, parallelize

@@ -14,7 +14,7 @@ from fourfold.checkpoint import RankGroup
 from fourfold.comm_timer import excluded
 from fourfold.config import Config
 from fourfold.data import Batch
-from fourfold.engine import saving
+from fourfold.engine import resuming, saving
 from fourfold.engine.banner import describe
 from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
@@ -48,7 +48,7 @@ class Engine:
         optimizer: Optimizer,
         claim: Claim | None = None,
         prediction: Prediction | None = None,
-        open_foreign: saving.OpenForeign | None = None,
+        open_foreign: resuming.OpenForeign | None = None,
     ) -> None:
         """From the parts `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
@@ -141,11 +141,11 @@ class Engine:
 
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
-        restored = saving.resume(self)
+        restored = resuming.resume(self)
         if restored is not None:
             self.take(restored)
 
-    def take(self, restored: saving.Restored) -> None:
+    def take(self, restored: resuming.Restored) -> None:
         """Continue with a state that the tensors were filled from."""
         self.step = restored.step
         self.guard.skipped = restored.skipped_updates

@@ -33,7 +33,7 @@ from fourfold.config.batch_schedule import ranges_of
 from fourfold.config.schema import SpikesSection
 from fourfold.data import Batch
 from fourfold.data.provenance import DocumentText
-from fourfold.engine import saving
+from fourfold.engine import resuming, saving
 from fourfold.engine.run_data import text_of_ranges
 from fourfold.engine.updates import SpikeLimits, StepResult, updates_of
 from fourfold.metrics import Sinks
@@ -235,7 +235,7 @@ class Spikes:
         saving.finish(run, watch.sinks)
         run.updates.results(of_all=True)  # of a step that is dropped
         before = spike.step - self.steps_left_out
-        restored = saving.restore_from(run, self._checkpoint_before(before, spike.step))
+        restored = resuming.restore_from(run, self._checkpoint_before(before, spike.step))
         first = max(before, restored.step)
         schedule = run.batch_schedule
         bad = [s for step in range(first, spike.step) for s in schedule.samples_of(step)]

@@ -35,7 +35,7 @@ from fourfold.parallel import layout_of
 
 if TYPE_CHECKING:
     from fourfold.engine import Engine
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
 
 # What follows from the layout, and is derived anew where another one is asked for.
 OF_LAYOUT = (
@@ -197,7 +197,7 @@ class Segment:
     ) -> Engine:
         """An engine that stands where these steps begin; on every rank."""
         from fourfold.engine import build_engine
-        from fourfold.engine.saving import restore_from
+        from fourfold.engine.resuming import restore_from
 
         wanted = layout_of(config).world_size if world_size is None else world_size
         engine = build_engine(config, wanted, open_foreign=open_foreign)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fourfold.config import Config
     from fourfold.data import Batch
     from fourfold.engine import Engine
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
     from fourfold.engine.updates import StepResult
 
 # Relative, of losses and gradient norms on another layout or machine than the run's.
