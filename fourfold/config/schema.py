@@ -239,7 +239,7 @@ class EngineSection(Section):
         "short",
         "With several processes, measure every rank, link and disk before the first step, compare "
         "versions and data, and name what is slow or differs: short in a second or two, full with "
-        "every pair of machines, none not at all.",
+        "every pair of machines and the links of GPUs, none not at all.",
     )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(

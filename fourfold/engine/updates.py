@@ -152,7 +152,7 @@ class DeviceUpdates:
         self.unread: deque[Unread] = deque()
         self.before_update: Look | None = None  # nothing is known here then
         # Two are under way at most; the copy to pinned memory does not make the host wait.
-        self.messages = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self.messages = [torch.empty(6, dtype=torch.float64, pin_memory=True) for _ in range(2)]
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         if loss_scale is None:

@@ -41,6 +41,7 @@ def train(fake: FakeCuda, folder: Path, case: Case, rank: int = 0, **named: Any)
         *case.overrides(),
         "Global.device=gpu",
         "Engine.eval_freq=0",
+        "Engine.preflight=none",  # nobody answers
         "Engine.test_iters=0",
         f"Engine.logging_freq={LOGGED_STEP}",
         f"Engine.max_steps={LAST_STEP}",
