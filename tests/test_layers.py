@@ -14,7 +14,7 @@ from fourfold.cli import VERBS
 ORDER = (
     "errors atomic_files charts terminal heartbeat comm_timer signals processors shards config "
     "tokenizer data native model device meeting placement mesh parallel cost optim metrics "
-    "checkpoint engine"
+    "checkpoint trace engine"
 )
 CORE = ORDER.split()
 # Each imports the core, and of the other tools only those it names.
@@ -23,6 +23,7 @@ TOOLS: dict[str, set[str]] = {
     "convert": set(),
     "launch": set(),
     "plan": set(),
+    "question": {"launch", "tools"},
     "accept": {"launch", "plan"},
     "submit": {"plan"},
     "generate": {"convert"},

@@ -39,6 +39,8 @@ VERBS = {
     "data": "data",
     "checkpoint": "checkpoint",
     "config": "config",
+    "replay": "question",
+    "prove": "question",
 }
 
 

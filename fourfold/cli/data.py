@@ -445,5 +445,57 @@ def blend(
             print(line)
 
 
+@app.command()
+def at(
+    run: Annotated[
+        Path | None, typer.Argument(help="The output directory of a run, instead of -c.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="The YAML file that describes the run.")
+    ] = None,
+    step: Annotated[int, typer.Option(min=1, help="Which step, counted from 1 as in the log.")] = 1,
+    override: Overrides = None,
+    layout: Annotated[
+        Literal["batch", "detail"],
+        typer.Option(help="detail also says which data rank reads what, in which micro-batch."),
+    ] = "batch",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Tokenizer to decode with.", show_default="the data's own"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show the samples and documents of a training step, without a model."""
+    from fourfold.config import load_config
+    from fourfold.data.provenance import DocumentText, step_lines
+    from fourfold.engine.run_data import open_run_data
+    from fourfold.errors import UserError
+    from fourfold.parallel import layout_of
+    from fourfold.question.history import RunHistory, samples_of_step, scratch_directory
+    from fourfold.tokenizer import Tokenizer
+
+    if (run is None) == (config is None):
+        raise UserError("give either the directory of a run, or a configuration with -c")
+    with scratch_directory() as scratch:
+        if config is not None:
+            resolved = load_config(config, override or [])
+            opened = open_run_data(resolved, layout_of(resolved))
+        else:
+            assert run is not None
+            segment = RunHistory(run).segment(step)
+            resolved = segment.config(scratch, override or [])
+            opened = segment.data(resolved)
+        decoder = DocumentText(
+            opened.tokenizer() if tokenizer is None else Tokenizer.load(tokenizer)
+        )
+        found = samples_of_step(opened, resolved, step)
+        told = found.to_dict(decoder, detail=layout == "detail")
+        opened.close()
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(step_lines(told)))
+
+
 def _megabytes(directory: Path) -> float:
     return sum(file.stat().st_size for file in directory.iterdir()) / 1e6

@@ -5,13 +5,16 @@ and gains INCREMENT each time another equal share of SAMPLES has been read, unti
 of it is a function of the step, so a run that is resumed, or read on another layout, takes the
 same samples at the same step. A run that is resumed with another batch continues at the next
 sample: its schedule begins at the step and the sample where the other ended.
+
+Samples may be left out (`LeftOut`): by `Data.dataset.leave_out`, or because a run went back before
+a loss spike. The run then counts the samples it reads as before, and those after the gap move up.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -43,6 +46,59 @@ class Ramp:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Samples that a run does not read: ascending ranges (first, after the last), which neither
+    overlap nor touch."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, ranges: Iterable[Sequence[int]]) -> LeftOut:
+        """Of ranges in any order, which may overlap."""
+        joined: list[tuple[int, int]] = []
+        for first, stop in sorted((int(first), int(stop)) for first, stop in ranges):
+            if first >= stop:
+                continue
+            if joined and first <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((first, stop))
+        return cls(tuple(joined))
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges)
+
+    def __len__(self) -> int:
+        """How many samples."""
+        return sum(stop - first for first, stop in self.ranges)
+
+    def joined(self, others: Iterable[Sequence[int]]) -> LeftOut:
+        return LeftOut.of([*self.ranges, *others])
+
+    def sample_at(self, position: int) -> int:
+        """The sample that is read after `position` others."""
+        for first, stop in self.ranges:
+            if position < first:
+                break
+            position += stop - first
+        return position
+
+    def samples_at(self, positions: range) -> Sequence[int]:
+        """Those read after so many others."""
+        if not self.ranges or self.ranges[0][0] >= positions.stop:
+            return positions
+        return [self.sample_at(position) for position in positions]
+
+    def to_list(self) -> list[list[int]]:
+        return [[first, stop] for first, stop in self.ranges]
+
+
+def ranges_of(samples: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers as ranges (first, after the last)."""
+    return list(LeftOut.of((sample, sample + 1) for sample in samples).ranges)
+
+
+@dataclass(frozen=True)
 class BatchSchedule:
     """The batch of every step. Steps count from 0, as the loader's batches do."""
 
@@ -51,6 +107,7 @@ class BatchSchedule:
     # Where it begins: a run may have taken other batches before.
     first_step: int = 0
     first_sample: int = 0
+    left_out: LeftOut = LeftOut()
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -95,8 +152,9 @@ class BatchSchedule:
         phase = self._phase(steps)
         return phase.first_sample + (steps - phase.first_step) * phase.batch
 
-    def samples_of(self, step: int) -> range:
-        return range(self.consumed(step), self.consumed(step + 1))
+    def samples_of(self, step: int) -> Sequence[int]:
+        """The numbers of the samples of a step."""
+        return self.left_out.samples_at(range(self.consumed(step), self.consumed(step + 1)))
 
     def steps_within(self, samples: int) -> int:
         """How many steps read at most `samples`."""

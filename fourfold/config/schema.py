@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, PrivateAttr, field_validator
 
-from fourfold.config.batch_schedule import BatchSchedule, Ramp
+from fourfold.config.batch_schedule import BatchSchedule, LeftOut, Ramp
 from fourfold.config.fields import (
     LARGEST,
     BelowOne,
@@ -134,6 +134,35 @@ class SaveLoadSection(Section):
     )
 
 
+class SpikesSection(Section):
+    action: Literal["none", "warn", "skip", "rewind"] = key(
+        "none",
+        "What to do about a loss spike: none does not look for any; warn says so and writes which "
+        "documents it was to spikes/ in output_dir; skip also holds its update back; rewind goes "
+        "back to the checkpoint before it and on without the samples of the steps in question.",
+    )
+    window: Annotated[Count, Ge(8)] = key(
+        64,
+        "Steps that the band around loss and gradient norm is made of: their median, and the "
+        "median change from one to the next. There is no decision before so many are known.",
+    )
+    threshold: Positive = key(
+        8.0,
+        "How many times their spread loss or gradient norm must be above the median. The spread is "
+        "1.05 times the median absolute change from step to step, and at least 2 % of the median "
+        "loss or 25 % of the median norm.",
+    )
+    warm_up: CountOrZero = key(100, "Steps at the start of a run without a decision.")
+    steps: Count = key(
+        1,
+        "With rewind: the steps whose samples are left out, the one that spiked and those before "
+        "it.",
+    )
+    most: CountOrZero = key(
+        3, "With rewind: how often a run may go back. After that, spikes are only reported."
+    )
+
+
 class EngineSection(Section):
     max_steps: Count = key(
         500000,
@@ -183,6 +212,9 @@ class EngineSection(Section):
         10,
         "An update with a non-finite loss or gradient is skipped; after this many in a row the "
         "run stops.",
+    )
+    spikes: SpikesSection = section(
+        SpikesSection, "Steps whose loss or gradient norm is far above what it was before."
     )
     check_replicas_freq: CountOrZero = key(
         0,
@@ -314,6 +346,12 @@ class DatasetSection(Section):
         "Train even if the data was made with a tokenizer other than Global.tokenizer or that of "
         "the checkpoint's data, or with one that does not fit Model.vocab_size.",
     )
+    leave_out: list[list[CountOrZero]] = key(
+        [],
+        "Training samples that are not read: pairs [first, after the last] of sample numbers, as "
+        "`fourfold data at` prints them. The order of all others stays; samples after them move "
+        "up.",
+    )
     prefetch: CountOrZero = key(2, "Batches read ahead in the background; 0 reads on demand.")
 
     @field_validator("input_dir", "train_data", "valid_data", "test_data")
@@ -321,6 +359,13 @@ class DatasetSection(Section):
     def _check_recipe(cls, value: str | list[str] | None) -> str | list[str] | None:
         if value is not None:
             parse_recipe(value)
+        return value
+
+    @field_validator("leave_out")
+    @classmethod
+    def _check_left_out(cls, value: list[list[int]]) -> list[list[int]]:
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in value):
+            raise ValueError("give pairs of numbers, such as [[640, 648]] for samples 640 to 647")
         return value
 
     @field_validator("split")
@@ -652,6 +697,8 @@ class Config(Section):
     _notices: list[str] = PrivateAttr(default_factory=list)
     # Steps done and samples read when another batch began, where one did.
     _continued: tuple[int, int] = PrivateAttr(default=(0, 0))
+    # Samples that the run left out on its way, beside those of Data.dataset.leave_out.
+    _left_out: LeftOut = PrivateAttr(default=LeftOut())
 
     @property
     def notices(self) -> list[str]:
@@ -663,7 +710,16 @@ class Config(Section):
         """The samples of every step, once the batch is resolved."""
         sizes = self.Data.batch_size
         ramp = None if sizes.rampup is None else Ramp(*sizes.rampup)
-        return BatchSchedule(sizes.global_batch_size, ramp, *self._continued)
+        return BatchSchedule(sizes.global_batch_size, ramp, *self._continued, self.left_out)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """The training samples that are not read."""
+        return self._left_out.joined(self.Data.dataset.leave_out)
+
+    def leave_out(self, left_out: LeftOut) -> None:
+        """Read none of these either."""
+        self._left_out = left_out
 
     def continue_batches(self, step: int, consumed: int) -> None:
         """Let the batches of this configuration begin after `step` steps that read `consumed`

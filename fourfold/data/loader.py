@@ -3,7 +3,8 @@
 Batch k is samples [k*G, (k+1)*G) for global batch size G, or the k-th stretch of a batch that
 grows (`BatchSchedule`); rank r of R takes the r-th contiguous slice of G/R. So the global batch
 does not depend on the number of ranks, and resuming needs the step alone. A batch beyond the last
-sample is an error, never a silent second pass: samples are opened for the length of the run.
+sample is an error, never a silent second pass: samples are opened for the length of the run. Where
+some were left out, as many are missing at its end; then those from the beginning are read again.
 
 A rank reads its own samples only. How many tokens of the others' count comes from an index
 (`fourfold.data.index`).
@@ -112,6 +113,11 @@ class Loader:
         self._schedule(range(step + 1, min(step + 1 + self._prefetch, self.num_batches)))
         return self._make(step) if future is None else future.result()
 
+    def sample_ids(self, step: int) -> np.ndarray:
+        """The numbers of the samples of global batch `step`."""
+        ids = np.asarray(self.batch_schedule.samples_of(step))
+        return ids % len(self.samples) if self.batch_schedule.left_out else ids
+
     def close(self) -> None:
         """Stop the background thread. The loader may still be used and starts another."""
         if self._worker is not None and self._worker_process == os.getpid():
@@ -154,7 +160,7 @@ class Loader:
         import torch
 
         samples, length = self.samples, self.samples.seq_len
-        global_ids = np.asarray(self.batch_schedule.samples_of(step))
+        global_ids = self.sample_ids(step)
         local_batch_size = len(global_ids) // self._size
         first = self._rank * local_batch_size
         local_ids = global_ids[first : first + local_batch_size]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import add, le
 from pathlib import Path
@@ -135,6 +135,10 @@ class Mixture:
         """Copy sample i into `out`, of length seq_len + 1."""
         source, sample = self.locate(i)
         return self.members[source].read(sample, out)
+
+    def places_of(self, i: int) -> Iterator[tuple[TokenDataset, int, int, int]]:
+        source, sample = self.locate(i)
+        return self.members[source].places_of(sample)
 
     def count_inputs(self, i: int, token: int) -> int:
         source, sample = self.locate(i)

@@ -317,6 +317,12 @@ class Samples:
 
     def _spans(self, i: int) -> Iterator[np.ndarray]:
         """Views of the tokens of sample i, one per document it touches."""
+        for source, document, begin, stop in self.places_of(i):
+            yield source.tokens(document, begin, stop)
+
+    def places_of(self, i: int) -> Iterator[tuple[TokenDataset, int, int, int]]:
+        """The parts of documents that make up sample i: dataset, document there, and which of its
+        tokens, first and after the last."""
         if not 0 <= i < self._num_samples:
             raise IndexError(f"sample {i} of {self._num_samples}")
         indices, place = self._shards.locate(i)
@@ -340,7 +346,7 @@ class Samples:
                 raise self._damaged(i)
             remaining -= stop - begin
             if stop > begin:
-                yield source.tokens(document, begin, stop)
+                yield source, document, begin, stop
         if remaining:
             raise self._damaged(i)
 

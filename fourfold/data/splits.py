@@ -104,8 +104,12 @@ def samples_of_run(config: Config) -> dict[str, int]:
     """How many samples of each part the whole run reads, counted as the originals do."""
     engine, batch = config.Engine, config.Data.batch_size.global_batch_size
     evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 0
+    train = config.batch_schedule.consumed(engine.max_steps)
+    if config.Data.dataset.order == "elastic":
+        # Other orders would change with the length; there the loader makes up for what is missing.
+        train += len(config.left_out)
     return {
-        "train": config.batch_schedule.consumed(engine.max_steps),
+        "train": train,
         "valid": batch * evaluations * engine.eval_iters,
         "test": batch * engine.test_iters,
     }

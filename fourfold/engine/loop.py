@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from fourfold.engine.banner import describe
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
 from fourfold.engine.run_data import RunData
+from fourfold.engine.spikes import Spikes
 from fourfold.engine.updates import StepResult, updates_of
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Meter, Sinks, StepOutcome, plot_losses
@@ -71,6 +73,8 @@ class Engine:
         self.guard = NonFiniteGuard(config.Engine.max_skipped_steps)
         self.step = 0
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
+        watched = config.Engine.spikes.action != "none"
+        self.spikes = Spikes(self, config.Engine.spikes) if watched else None
         self.notices = [*config.notices, *data.notices]
 
     # -- the loop ---------------------------------------------------------------------------
@@ -95,11 +99,13 @@ class Engine:
             watch = self._open_instruments(closing)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
+                if self.spikes is not None:
+                    self._watch_spikes(self.spikes, watch, stop, save)
                 reason = self._train(watch, stop, save)
                 watch.compare(self.step)
                 if reason is None:
                     with watch.meter.timed("evaluate", self.step):
-                        self._evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
+                        self.evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
                 if self.mesh.rank == 0 and save:
                     self._draw(watch.sinks)
@@ -114,15 +120,29 @@ class Engine:
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
         restored = saving.resume(self)
-        if restored is None:
-            return
+        if restored is not None:
+            self.take(restored)
+
+    def take(self, restored: saving.Restored) -> None:
+        """Continue with a state that the tensors were filled from."""
         self.step = restored.step
         self.guard.skipped = restored.skipped_updates
         if self.loss_scale is not None and restored.loss_scale is not None:
             self.loss_scale = restored.loss_scale
+        if self.spikes is not None:
+            self.spikes.restore(restored.spikes)
         if not restored.is_weights_only:
             self.saves.last_good = restored.path
         self.notices += restored.notices
+
+    def _watch_spikes(
+        self, spikes: Spikes, watch: Monitoring, stop: StopRequest, save: bool
+    ) -> None:
+        spikes.watch()
+        self.updates.before_update = spikes.look
+        if spikes.section.action == "rewind" and save and self.step == 0:
+            # So that there is something to go back to from the first step on.
+            saving.save(self, watch.meter, watch.sinks, stop, final=False)
 
     def change_batch(self, step: int, consumed: int) -> list[str]:
         """Continue after `step` steps that read `consumed` samples with another batch than
@@ -158,6 +178,12 @@ class Engine:
                 rest, asked = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
             watch.end_step(outcomes)
+            if (
+                self.spikes is not None
+                and self.spikes.found
+                and self.spikes.answer(watch, stop, save)
+            ):
+                continue  # from an earlier step
             if self.guard.gave_up:
                 saved = saving.save_what_is_left(self, meter, sinks, stop)
                 raise self.guard.failure(self.step, saved)
@@ -165,7 +191,7 @@ class Engine:
                 self.runner.check_replicas(f"step {self.step}")
             if evaluates and not stopping:
                 with meter.timed("evaluate", self.step):
-                    stopping = self._evaluate(sinks, "eval", engine.eval_iters, stop)
+                    stopping = self.evaluate(sinks, "eval", engine.eval_iters, stop)
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)
@@ -175,6 +201,27 @@ class Engine:
         kept = "; the run is saved" if save else ""
         sinks.notice(f"stopped by {reason} at step {self.step}{kept}")
         return reason
+
+    def advance(self, look: Callable[[Batch, float], None] | None = None) -> StepResult:
+        """One step by itself, as `fit` computes it: nothing is logged, evaluated or saved.
+
+        `look` is called between the backward pass and the update with the batch and the loss scale,
+        on all ranks.
+        """
+        batch = self.data.loaders["train"].batch(self.step)
+        self.step += 1
+        scale = self.updates.scale_of(self.loss_scale)
+        share = self.runner.run(batch, self.step, scale)
+        if look is not None:
+            look(batch, float(scale))
+        limits = None if self.spikes is None else self.spikes.limits(self.step)
+        rate = self.schedule.lr_at(self.step)
+        self.updates.apply(self.step, share, rate, scale, False, limits)
+        (result,) = self.updates.results(of_all=True)
+        self.guard.admits(result, self.loss_scale)
+        if self.spikes is not None:
+            self.spikes.take(result)
+        return result
 
     def _due_now(self, save: bool) -> tuple[bool, bool, bool, bool]:
         """Whether the step is the last, and whether it is followed by an evaluation, a save, a
@@ -197,12 +244,16 @@ class Engine:
         Returns what has become known: on a CPU of this step, on a GPU of the one before.
         """
         scale = self.updates.scale_of(self.loss_scale)
+        limits = None
+        if self.spikes is not None:
+            self.spikes.begin(self.step, batch)
+            limits = self.spikes.limits(self.step)
         with meter.timed("forward_backward", self.step):
             share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
             self.saves.before_update()
             rate, asked = self.schedule.lr_at(self.step), stop.reason() is not None
-            self.updates.apply(self.step, share, rate, scale, asked)
+            self.updates.apply(self.step, share, rate, scale, asked, limits)
             return self._settle(sinks)
 
     def _settle(self, sinks: Sinks, *, of_all: bool = False) -> tuple[list[StepOutcome], bool]:
@@ -217,14 +268,16 @@ class Engine:
                     loss=result.loss,
                     grad_norm=result.norm,
                     loss_scale=result.loss_scale,
-                    sample_ids=[*self.batch_schedule.samples_of(result.step - 1)],
+                    sample_ids=self.data.loaders["train"].sample_ids(result.step - 1),
                 )
-            outcomes.append(self._outcome(result))
+            if self.spikes is not None:
+                self.spikes.take(result)
+            outcomes.append(self.outcome(result))
             stopping |= result.stops
         return outcomes, stopping
 
     @excluded()
-    def _evaluate(
+    def evaluate(
         self, sinks: Sinks, part: Literal["eval", "test"], iterations: int, stop: StopRequest
     ) -> bool:
         """Mean loss over `iterations` batches; each evaluation of a run reads new ones.
@@ -252,7 +305,7 @@ class Engine:
         sinks.evaluation(
             part,
             step=self.step,
-            epoch=self._epoch(self.step),
+            epoch=self.epoch(self.step),
             batch=iterations - 1,
             loss=loss,
             seconds=seconds,
@@ -313,10 +366,10 @@ class Engine:
                 watch.sinks.notice(*placement.warnings, level="WARNING")
         return watch
 
-    def _outcome(self, result: StepResult) -> StepOutcome:
+    def outcome(self, result: StepResult) -> StepOutcome:
         return StepOutcome(
             step=result.step,
-            epoch=self._epoch(result.step),
+            epoch=self.epoch(result.step),
             batch=result.step - 1,
             loss=result.loss,
             # As the originals do: the rate shown is the one the next step will use.
@@ -326,7 +379,7 @@ class Engine:
             skipped=self.guard.skipped,
         )
 
-    def _epoch(self, step: int) -> int:
+    def epoch(self, step: int) -> int:
         """How often the run had been through its training split before `step`."""
         seen = self.batch_schedule.consumed(step - 1)
         train = self.data.samples["train"]

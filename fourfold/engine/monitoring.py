@@ -31,7 +31,7 @@ from fourfold.metrics import (
     open_sinks,
     peak_flops,
 )
-from fourfold.metrics.jsonl import RunFacts
+from fourfold.metrics.jsonl import RunFacts, processor_of
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.metrics.progress import KubeflowProgress
@@ -96,6 +96,9 @@ class Monitoring:
                 world_size=mesh.size,
                 peak_flops=self.peak.flops,
                 peak_source=self.peak.source,
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                processor=processor_of(),
             )
         )
         self.profiler = _profiler(config, mesh, self.sinks)
@@ -123,6 +126,12 @@ class Monitoring:
             self.comparison.take(record)
         if record is not None:
             self.sinks.train(self._with_ranks(record) if self.mesh.size > 1 else record)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after an earlier step: what was recorded of later ones is dropped."""
+        self.sinks.rewind(step)
+        self.meter.restart()
+        self.reported_step, self.waited_before = step, comm_times.copy()
 
     def compare(self, step: int) -> None:
         """At the end: predicted against measured; a collective."""

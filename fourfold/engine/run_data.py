@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config
+from fourfold.config.batch_schedule import LeftOut
 from fourfold.config.recipe import Rounding
 from fourfold.data import Loader, Mixture, Samples, TokenDataset, cache
 from fourfold.data.splits import (
@@ -56,13 +58,13 @@ class RunData:
         somebody moves the file. An existing copy is kept. Returns what the user should know."""
         file = output_dir / "tokenizer.json"
         try:
-            if not file.exists() and (tokenizer := self._tokenizer()) is not None:
+            if not file.exists() and (tokenizer := self.tokenizer()) is not None:
                 tokenizer.save(file)
         except OSError as error:
             return [f"the tokenizer could not be copied to {file}: {error.strerror}"]
         return []
 
-    def _tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The one that made the data; where no manifest says which, the one that is named."""
         named = self.config.Global.tokenizer
         if named is not None:
@@ -84,8 +86,13 @@ class RunData:
             "tokenizer": tokenizer_of(self.sources),
             "masks": self._masks(),
             "split_rounding": self.config.Data.dataset.split_rounding,
-            "mixture": train.state(consumed) if isinstance(train, Mixture) else None,
+            "mixture": train.state(self._place(consumed)) if isinstance(train, Mixture) else None,
+            **({"left_out": left_out.to_list()} if (left_out := self.config.left_out) else {}),
         }
+
+    def _place(self, consumed: int) -> int:
+        """The number of the sample that is read after `consumed` others."""
+        return self.config.left_out.sample_at(consumed)
 
     def _masks(self) -> dict[str, Any]:
         """The settings that decide which tokens are learnt from and attended to."""
@@ -112,9 +119,10 @@ class RunData:
             for key, saved in state.get("masks", {}).items()
             if saved != masks.get(key)
         ]
+        notices += self._keep_left_out(state, consumed)
         train = self.samples["train"]
         if dataset.order == "elastic" and isinstance(train, Mixture):
-            return notices + self._go_on(train, state, consumed)
+            return notices + self._go_on(train, state, self._place(consumed))
         if state["data_fingerprint"] != train.fingerprint:
             notices.append(
                 "the training data, its split, its order, its weights or its length is not the "
@@ -123,6 +131,23 @@ class RunData:
                 "or length"
             )
         return notices
+
+    def _keep_left_out(self, state: dict[str, Any], consumed: int) -> list[str]:
+        """Leave out what the saved run did, so that what it has read is what it counts."""
+        saved = LeftOut.of(state.get("left_out") or [])
+        place, now = saved.sample_at(consumed), saved.joined(self.config.Data.dataset.leave_out)
+        late = LeftOut(tuple(each for each in now.ranges if each[0] < place))
+        if late != LeftOut(tuple(each for each in saved.ranges if each[0] < place)):
+            raise DataError(
+                f"Data.dataset.leave_out={self.config.Data.dataset.leave_out} names samples that "
+                f"the saved run has read or passed already (the next one is {place}); name later "
+                "ones, or start the run anew"
+            )
+        if now == self.config.left_out == LeftOut():
+            return []
+        self.config.leave_out(now)
+        self.change_batches()
+        return [f"left out of the training data: {text_of_ranges(now.ranges)}"]
 
     def _check_split(self, saved: Rounding, checkpoint: str) -> None:
         """Refuse to move documents between training, validation and test in mid-run."""
@@ -155,10 +180,12 @@ class RunData:
 
     def change_batches(self) -> None:
         """Serve the training batches that the configuration has now, from as many samples as the
-        run will read; to be called before any batch is taken."""
+        run will read; to be called before any batch of these is taken."""
         train = replace(self.parts["train"], num_samples=samples_of_run(self.config)["train"])
+        opened = self.samples["train"]
+        progress = opened.progress if isinstance(opened, Mixture) else None
         self.loaders["train"].close()
-        self.parts["train"], self.samples["train"] = train, train.open()
+        self.parts["train"], self.samples["train"] = train, train.open(progress)
         self.loaders["train"] = self._loader("train")
 
     def _loader(self, part: str) -> Loader:
@@ -178,6 +205,12 @@ class RunData:
             vocab_size=self.config.Model.vocab_size,
             pin_memory=not is_cpu(self.config.Global.device),
         )
+
+
+def text_of_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    """The samples of these ranges, in words."""
+    named = [f"{first} to {stop - 1}" if stop - first > 1 else f"{first}" for first, stop in ranges]
+    return f"samples {', '.join(named)}"
 
 
 def open_run_data(

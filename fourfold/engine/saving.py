@@ -103,6 +103,7 @@ def save(
             _tell_failure(run, sinks, run.step, reason, final)
         elif run.saves.pending is None:
             run.saves.succeeded(path)
+        sinks.seal()
     return path
 
 
@@ -165,7 +166,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
 def _save_once(run: Engine, in_background: bool) -> None:
     tensors = tensors_to_save(run.runner, run.optimizer)
     keep_last = run.config.Engine.save_load.keep_last
-    given = (run.output_dir, run.step, tensors, _state(run), keep_last, run.ranks)
+    given = (run.output_dir, run.step, tensors, state_of(run), keep_last, run.ranks)
     if in_background:
         run.saves.pending = checkpoint.begin_save(*given, in_place=True)
         run.saves.pending_step = run.step
@@ -253,7 +254,8 @@ def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
     return None, [notice]
 
 
-def _state(run: Engine) -> dict[str, Any]:
+def state_of(run: Engine) -> dict[str, Any]:
+    """What a checkpoint saved now keeps besides tensors."""
     consumed = run.batch_schedule.consumed(run.step)
     return {
         "version": __version__,
@@ -263,6 +265,7 @@ def _state(run: Engine) -> dict[str, Any]:
         "skipped_updates": run.guard.skipped,
         "loss_scale": vars(run.loss_scale) if run.loss_scale else None,
         **run.data.state(consumed),
+        **({} if run.spikes is None else {"spikes": run.spikes.state()}),
         "config": run.config.to_dict(),
     }
 
@@ -280,6 +283,7 @@ class Restored:
     step: int = 0
     skipped_updates: int = 0
     loss_scale: LossScale | None = None
+    spikes: dict[str, Any] | None = None  # what the detector had seen
 
 
 def resume(run: Engine) -> Restored | None:
@@ -292,7 +296,15 @@ def resume(run: Engine) -> Restored | None:
     told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
     if told is None:
         return None
-    source = SavedRun(**json.loads(told))
+    return _restore(run, SavedRun(**json.loads(told)))
+
+
+def restore_from(run: Engine, directory: Path) -> Restored:
+    """Fill the run's tensors from this checkpoint of its own, or one before it; a collective."""
+    return _restore(run, run.mesh.on_all_ranks(lambda: _describe(directory)))
+
+
+def _restore(run: Engine, source: SavedRun) -> Restored:
     restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
     restored = restore(run, source)
     sync_tied_copy(run.runner, run.optimizer)
@@ -346,7 +358,8 @@ def _continue(run: Engine, source: SavedRun) -> Restored:
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     if consumed != run.batch_schedule.consumed(step):
         notices += run.change_batch(step, consumed)
-    about_data = run.data.restore(state, consumed, str(path))
+    about_data = run.mesh.rank_0_first(lambda: run.data.restore(state, consumed, str(path)))
+    run.batch_schedule = run.config.batch_schedule
     if "optim." not in ignored:
         run.optimizer.restore_updates(int(state["optimizer_updates"]))
     scale = state["loss_scale"]
@@ -356,6 +369,7 @@ def _continue(run: Engine, source: SavedRun) -> Restored:
         step=step,
         skipped_updates=int(state["skipped_updates"]),
         loss_scale=LossScale(**scale) if scale else None,
+        spikes=state.get("spikes"),
     )
 
 

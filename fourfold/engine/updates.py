@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,22 @@ from fourfold.parallel import Runner
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What the loss and the gradient norm of a step may come to; see `fourfold.engine.spikes`."""
+
+    loss: float = math.inf
+    norm: float = math.inf
+    usual: float | None = None  # loss
+
+    def exceeded_by(self, loss: float, norm: float) -> bool:
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        return finite and (loss > self.loss or norm > self.norm)
+
+
+Look = Callable[["StepResult"], None]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Of one step, the same on all ranks."""
 
@@ -32,23 +49,38 @@ class StepResult:
     norm: float  # of the gradient, after unscaling
     loss_scale: float
     stops: bool  # whether any rank was asked to stop
+    held_back: bool = False  # whether its update was, for a spike
 
     @property
     def finite(self) -> bool:
-        """Whether the update was applied."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    @property
+    def applied(self) -> bool:
+        """Whether there was an update."""
+        return self.finite and not self.held_back
 
 
 class Updates(Protocol):
+    # Called on the host with what a step comes to, where that is known before the update.
+    before_update: Look | None
+
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         """What to multiply the next step's loss with."""
 
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self,
+        step: int,
+        share: Tensor,
+        learning_rate: float,
+        scale: float | Tensor,
+        asked: bool,
+        limits: Limits | None = None,
     ) -> None:
         """Update the weights with the gradients of `step`, and clear these.
 
-        `share` is this rank's of the loss; `asked`, whether it was asked to stop.
+        `share` is this rank's of the loss; `asked`, whether it was asked to stop. Beyond `limits`
+        there is no update.
         """
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
@@ -69,19 +101,29 @@ class HostUpdates:
         self.runner = runner
         self.optimizer = optimizer
         self.known: list[StepResult] = []
+        self.before_update: Look | None = None
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         return loss_scale.value if loss_scale else 1.0
 
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self,
+        step: int,
+        share: Tensor,
+        learning_rate: float,
+        scale: float | Tensor,
+        asked: bool,
+        limits: Limits | None = None,
     ) -> None:
         scale = float(scale)
         squares = float(self.runner.squared_norm())
         loss, squares, stops = self.runner.mesh.all_reduce(float(share), squares, asked)
         norm = math.sqrt(squares) / scale
-        result = StepResult(step, loss, norm, scale, stops > 0)
-        if result.finite:
+        held_back = limits is not None and limits.exceeded_by(loss, norm)
+        result = StepResult(step, loss, norm, scale, stops > 0, held_back)
+        if self.before_update is not None:
+            self.before_update(result)
+        if result.applied:
             self.optimizer.update(learning_rate, norm, scale)
             self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
@@ -100,8 +142,9 @@ class DeviceUpdates:
         self.optimizer = optimizer
         self.loss_scale: DeviceLossScale | None = None
         self.unread: deque[Unread] = deque()
+        self.before_update: Look | None = None  # nothing is known here then
         # Two are under way at most; the copy to pinned memory does not make the host wait.
-        self.messages = [torch.empty(4, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        self.messages = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(2)]
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         if loss_scale is None:
@@ -113,7 +156,13 @@ class DeviceUpdates:
 
     @torch.no_grad()
     def apply(
-        self, step: int, share: Tensor, learning_rate: float, scale: float | Tensor, asked: bool
+        self,
+        step: int,
+        share: Tensor,
+        learning_rate: float,
+        scale: float | Tensor,
+        asked: bool,
+        limits: Limits | None = None,
     ) -> None:
         # Filled, not copied: a copy from the host would be waited for.
         stops = share.new_full((), float(asked), dtype=torch.float64)
@@ -122,11 +171,16 @@ class DeviceUpdates:
         loss, squares, stops = agreed.unbind()
         norm = squares.sqrt() / scale
         overflowed = ~(loss.isfinite() & norm.isfinite())
-        self.optimizer.update(learning_rate, norm, scale, found_inf=overflowed.float())
+        held_back = torch.zeros_like(overflowed)
+        if limits is not None:
+            held_back = ((loss > limits.loss) | (norm > limits.norm)) & ~overflowed
+        self.optimizer.update(
+            learning_rate, norm, scale, found_inf=(overflowed | held_back).float()
+        )
         self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
         used = scale if isinstance(scale, Tensor) else torch.full_like(loss, scale)
-        self._send(step, torch.stack([loss, norm, used, stops]))
+        self._send(step, torch.stack([loss, norm, used, stops, held_back.double()]))
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
 
@@ -140,7 +194,7 @@ class DeviceUpdates:
         known = []
         while len(self.unread) > (0 if of_all else 1):
             result = self.unread.popleft().read()
-            if not result.finite:
+            if not result.applied:
                 self.optimizer.updates -= 1  # counted before it was known
             known.append(result)
         return known
@@ -151,10 +205,10 @@ class Unread:
     """The result of a step on its way to the host."""
 
     step: int
-    message: Tensor  # loss, norm, loss scale, requests to stop
+    message: Tensor  # loss, norm, loss scale, requests to stop, whether it was held back
     arrived: torch.cuda.Event
 
     def read(self) -> StepResult:
         self.arrived.synchronize()
-        loss, norm, scale, stops = self.message.tolist()
-        return StepResult(self.step, loss, norm, scale, stops > 0)
+        loss, norm, scale, stops, held_back = self.message.tolist()
+        return StepResult(self.step, loss, norm, scale, stops > 0, held_back > 0)

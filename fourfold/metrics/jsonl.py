@@ -5,10 +5,14 @@ JSON has no NaN or infinity, so they are written as the strings "NaN", "Infinity
 one, which readers skip. A run resumed at step k continues after the records of step k: what the
 interrupted run wrote beyond is dropped, and the file as it was stays beside it as
 `metrics.jsonl.bak`.
+
+`metrics.seal` beside it says how many bytes the file had when it was last sealed, at a checkpoint
+or at the end, and their SHA-256: what changed since then is found (`check_seal`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -16,7 +20,7 @@ import shutil
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +28,8 @@ from fourfold.atomic_files import replace_text
 from fourfold.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
+SEAL_NAME = "metrics.seal"
+MAX_SEAL_BYTES = 4096
 RUN = "run"  # the kind of the record that says what a run knows of itself
 # Records kept while the disk is full; the oldest go first.
 MAX_UNWRITTEN = 10_000
@@ -49,14 +55,29 @@ class RunFacts:
     world_size: int
     peak_flops: float | None  # of one device, which MFU is a fraction of
     peak_source: str  # where that figure is from, or why there is none
+    # What decides the last bits of a sum; None in records of older versions.
+    threads: int | None = None  # of a process
+    torch: str | None = None
+    processor: str | None = None
+
+
+def processor_of() -> str:
+    """The kind of processor that computes here."""
+    import platform
+
+    import torch
+
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def read_facts(record: Mapping[str, Any]) -> RunFacts | None:
     """Those of a record that has them."""
-    names = [field.name for field in fields(RunFacts)]
+    names = [field.name for field in fields(RunFacts) if field.default is MISSING]
     if record.get("kind") != RUN or not all(name in record for name in names):
         return None
-    return RunFacts(**{name: record[name] for name in names})
+    return RunFacts(**{f.name: record[f.name] for f in fields(RunFacts) if f.name in record})
 
 
 class JsonLines:
@@ -69,7 +90,15 @@ class JsonLines:
     name = FILE_NAME
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._path = path
+        self._open(resume_step)
+
+    def _open(self, resume_step: int) -> None:
+        path = self._path
         self.dropped = _cut_history(path, resume_step) if path.exists() else 0
+        self._seal_file = path.with_name(SEAL_NAME)
+        self._digest = hashlib.sha256(path.read_bytes() if path.exists() else b"")
+        self._bytes = path.stat().st_size if path.exists() else 0
         self._file = path.open("ab", buffering=0)
         self._unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN)
 
@@ -77,9 +106,21 @@ class JsonLines:
         self._unwritten.append(_line(record).encode())
         self._write_all()
 
+    def rewind(self, step: int) -> None:
+        """Continue after the records of an earlier step, as a resumed run would."""
+        self._write_all()
+        self._file.close()
+        self._open(step)
+
+    def seal(self) -> None:
+        """Record what the file holds by now."""
+        self._write_all()
+        seal = {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+        replace_text(self._seal_file, json.dumps(seal) + "\n")
+
     def close(self) -> None:
         try:
-            self._write_all()
+            self.seal()
         finally:
             self._file.close()
 
@@ -95,7 +136,34 @@ class JsonLines:
                 with suppress(OSError):
                     self._file.truncate(end)
                 raise
-            self._unwritten.popleft()
+            line = self._unwritten.popleft()
+            self._digest.update(line)
+            self._bytes += len(line)
+
+
+def check_seal(file: Path) -> tuple[str | None, int]:
+    """Why a metrics file is not what was sealed, if it is not, and how many bytes were written
+    since; -1 without a seal."""
+    place = file.with_name(SEAL_NAME)
+    if not place.exists():
+        return None, -1
+    try:
+        content = file.read_bytes()
+        text = place.read_bytes()[:MAX_SEAL_BYTES]
+        seal = json.loads(text)
+        size, digest = seal["bytes"], seal["sha256"]
+        well_formed = text == (json.dumps({"bytes": size, "sha256": digest}) + "\n").encode()
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})", 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"{place} is damaged: it holds no seal", 0
+    if not well_formed or not isinstance(size, int) or not isinstance(digest, str):
+        return f"{place} is damaged: it holds no seal", 0
+    if size > len(content):
+        return f"{file} has {len(content)} bytes, and had {size} when it was sealed", 0
+    if hashlib.sha256(content[:size]).hexdigest() != digest:
+        return f"{file} is not what was sealed: its first {size} bytes have another SHA-256", 0
+    return None, len(content) - size
 
 
 class _Parsed(NamedTuple):

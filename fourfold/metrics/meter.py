@@ -154,6 +154,11 @@ class Meter:
             time=timestamp(),
         )
 
+    def restart(self) -> None:
+        """Begin a new window: the steps of the one under way are dropped."""
+        self._window_start, self._window_steps = self._clock(), 0
+        self._phase_seconds.clear()
+
     def _close_window(self) -> tuple[dict[str, float], float]:
         """Seconds of each phase and of a batch, per step of the window; then a new window."""
         now, steps = self._clock(), self._window_steps

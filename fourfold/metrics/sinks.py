@@ -113,6 +113,21 @@ class Sinks:
         for line in lines:
             self._write("notice", {"level": level, "text": line})
 
+    def seal(self) -> None:
+        """With a checkpoint: what was recorded so far can be proved unchanged later."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                with self._surviving(sink):
+                    sink.seal()
+
+    def rewind(self, step: int) -> None:
+        """The run continues after an earlier step."""
+        self._step = step
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines | TensorBoard):
+                with self._surviving(sink):
+                    sink.rewind(step)
+
     def close(self) -> None:
         """The console last: it is told of those that cannot be closed, on a disk that is gone."""
         while self._sinks:
@@ -389,6 +404,13 @@ class TensorBoard:
         shown = json.dumps(redact(config), indent=2, default=str, ensure_ascii=False)
         indented = "\n".join("    " + line for line in shown.splitlines())
         self._writer.add_text("config", indented, resume_step)
+        self._directory = directory
+
+    def rewind(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer.close()
+        self._writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=30)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in scalars(record).items():

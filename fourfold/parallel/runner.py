@@ -102,7 +102,7 @@ class Runner:
             part.train()
         scale = loss_scale / max(batch.global_valid_tokens, 1.0)
         micro_batches = -(-len(batch.tokens) // self.micro_batch_size)
-        seeds = self._dropout_seeds(step, micro_batches)
+        seeds = self.dropout_seeds(step, micro_batches)
         if self.replicas is not None:
             self.replicas.micro_batches = len(seeds)
         if self.pipeline is not None:
@@ -143,7 +143,7 @@ class Runner:
             sum_across_model(self.table, self.masters, self.mesh, self.sequence_parallel)
         sum_tied(self.table, self.masters, self.mesh)
 
-    def _dropout_seeds(self, step: int, micro_batches: int) -> list[int]:
+    def dropout_seeds(self, step: int, micro_batches: int) -> list[int]:
         """One per micro-batch, numbered over the global batch: dropout is the same in every layout.
 
         With sequence parallelism ranks hold different positions, which must not drop alike.
