@@ -41,6 +41,7 @@ VERBS = {
     "config": "config",
     "replay": "question",
     "prove": "question",
+    "bisect": "bisect",
 }
 
 
