@@ -134,10 +134,10 @@ class _Look:
         element, typical = self._bounds(part)
         for own in self.trace.parts.get(part.key, []):
             common = own.box.overlap(part.box) if own.shape == part.shape else None
-            if common is None:
+            if common is None or (own.partial and common in covered):
                 continue
             covered.add(common)
-            values = self.trace.read(own)[common.within(own.box)]
+            values = self._values(own)[common.within(own.box)]
             here = common.within(part.box)
             right, bound = expected[here], element if element.dim() == 0 else element[here]
             excess, worst = _distance(values, right, bound, typical)
@@ -156,6 +156,13 @@ class _Look:
         found.right_ranks = sorted(set(found.right_ranks) - set(found.ranks))
         found.micro_batches = sorted(set(found.micro_batches))
         return found
+
+    def _values(self, own: Part) -> Tensor:
+        """Of a part, or of the sum that it is a term of."""
+        if not own.partial:
+            return self.trace.read(own)
+        terms = [one for one in self.trace.parts[own.key] if one.box == own.box]
+        return torch.stack([self.trace.read(one) for one in terms]).sum(0)
 
     def _bounds(self, part: Part) -> tuple[Tensor, float]:
         """For every element, or one for all, and for the root of the mean square."""

@@ -217,8 +217,8 @@ def flips(gradient: Tensor, noise: Noise, rate: float) -> Tensor:
 
     Adam divides a gradient by its own size, so an element whose gradient is hardly more than
     rounding may go either way, and which ones do is chance. Its update is at most
-    c = (1 - beta1) / sqrt(1 - beta2) times the learning rate, 3.2 with the usual betas, and an error
-    d of a gradient g moves it by at most c d / |g| of that.
+    c = (1 - beta1) / sqrt(1 - beta2) learning rates, 3.2 with the usual betas, and an error d of a
+    gradient g moves it by at most c d / |g| of them.
     """
     off = SAFETY * noise.largest
     return rate * FLIP * (off / gradient.abs().clamp_min(1e-300)).clamp_max(1.0)

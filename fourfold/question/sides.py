@@ -66,8 +66,8 @@ class Bisection:
             steps = {trace.facts["step"] for trace in traces.values()}
             if len(steps) > 1:
                 raise UserError(
-                    f"the sides begin at different steps: A computed step {traces['A'].facts['step']}"
-                    f" and B step {traces['B'].facts['step']}; name one checkpoint with --from"
+                    f"the sides begin differently: A computed step {traces['A'].facts['step']}, B "
+                    f"step {traces['B'].facts['step']}; name one checkpoint with --from"
                 )
             reference = self._reference(folder / "reference", None)
             rounded = {
@@ -89,9 +89,9 @@ class Bisection:
         sizes = [one.Data.batch_size.micro_batch_size for one in (first, config)]
         if model.hidden_dropout_prob > 0 and (model.sequence_parallel or sizes[0] != sizes[1]):
             raise UserError(
-                f"Model.hidden_dropout_prob={model.hidden_dropout_prob:g}: masks are drawn for each "
-                "micro-batch, and under sequence parallelism for each rank's positions, so the two "
-                "sides drop differently; add -o Model.hidden_dropout_prob=0"
+                f"Model.hidden_dropout_prob={model.hidden_dropout_prob:g}: masks are drawn for "
+                "each micro-batch, and under sequence parallelism for each rank's positions; the "
+                "two sides drop differently, so add -o Model.hidden_dropout_prob=0"
             )
 
     def record(self, side: Side, directory: Path) -> dict[str, Any]:

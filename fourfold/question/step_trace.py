@@ -68,6 +68,7 @@ class Part:
     dtype: str
     at: int  # the first byte
     micro_batch: int = -1
+    partial: bool = False  # whether the tensor is the sum of the ranks' parts with this rectangle
 
     @property
     def key(self) -> tuple[str, str]:
@@ -91,13 +92,15 @@ class Recorder:
         box: Box | None = None,
         shape: tuple[int, ...] | None = None,
         micro_batch: int = -1,
+        *,
+        partial: bool = False,
     ) -> None:
         values = tensor.detach().cpu().contiguous()
         if box is None:
             box = Box((0,) * values.dim(), tuple(values.shape))
         dtype = str(values.dtype).removeprefix("torch.")
         whole = tuple(values.shape) if shape is None else shape
-        part = Part(phase, name, self.rank, box, whole, dtype, self._end, micro_batch)
+        part = Part(phase, name, self.rank, box, whole, dtype, self._end, micro_batch, partial)
         self._index.write(json.dumps(asdict(part)) + "\n")
         if values.numel():
             self._end += self._bytes.write(values.reshape(-1).view(torch.uint8).numpy().data)
@@ -244,7 +247,8 @@ def _watched(engine: Engine, recorder: Recorder) -> StepResult:
         box, shape = rows.place(seen.box, seen.shape, seen.micro_batch)
         values = seen.tensor / scale if seen.backward and scale != 1.0 else seen.tensor
         phase = "backward" if seen.backward else "forward"
-        recorder.write(phase, seen.name, values, box, shape, seen.micro_batch)
+        partial = seen.backward and _is_shared(engine, seen.name)
+        recorder.write(phase, seen.name, values, box, shape, seen.micro_batch, partial=partial)
 
     def look(batch: Batch, scale: float) -> None:
         for shard in runner.shards.values():
@@ -270,6 +274,17 @@ def _watched(engine: Engine, recorder: Recorder) -> StepResult:
             recorder.write("rule", name, torch.tensor(rule, dtype=torch.float64))
     _write_weights(engine, recorder, "update")
     return result
+
+
+def _is_shared(engine: Engine, name: str) -> bool:
+    """Whether several model-parallel ranks have the same keys or values, each for its own queries:
+    the gradient is then the sum of theirs."""
+    holder, _, last = name.rpartition(".")
+    weight = f"{holder}.in_proj.k.weight" if last == "k_norm" else f"{name}.weight"
+    if ".in_proj." not in weight or weight not in engine.runner.table:
+        return False
+    degree = engine.layout.mp
+    return engine.runner.table[weight].pieces(degree) < degree
 
 
 def _batch_place(rows: Rows, tensor: Tensor) -> tuple[Box, tuple[int, ...]]:
