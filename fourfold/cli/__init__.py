@@ -42,6 +42,7 @@ VERBS = {
     "replay": "question",
     "prove": "question",
     "bisect": "bisect",
+    "diff": "bisect",
 }
 
 

@@ -1,4 +1,4 @@
-"""`fourfold bisect`: the first tensor in which two layouts of a step differ."""
+"""`fourfold bisect` and `fourfold diff`: where two layouts of a step, or two runs, differ."""
 
 from __future__ import annotations
 
@@ -88,6 +88,50 @@ def bisect(
     told = asked.run(keep).to_dict()
     print(json.dumps(told, indent=2) if as_json else "\n".join(verdict_lines(told)))
     if not told["equal"]:
+        raise typer.Exit(DIFFERENT)
+
+
+def diff(
+    run: Annotated[Path, typer.Argument(metavar="RUN1", help="The output directory of a run.")],
+    other: Annotated[Path, typer.Argument(metavar="RUN2", help="That of another.")],
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Find the reason by computing the first steps again."),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the losses of both to this PNG file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show what differs between two runs and the step at which their numbers part.
+
+    Exit code 1 if they part.
+    """
+    from functools import partial
+
+    from fourfold.cli.options import check_writable
+    from fourfold.generate.loading import open_foreign
+    from fourfold.question.explain import Explanation
+    from fourfold.question.history import RunHistory
+    from fourfold.question.run_diff import compare_runs, curves, diff_lines, plot_both
+
+    refuse_several_processes("fourfold diff")
+    if plot is not None:
+        check_writable(plot, "--plot")
+    one, two = RunHistory(run), RunHistory(other)
+    found = compare_runs(one, two)
+    if plot is not None:
+        plot_both(one, two, found, plot)
+    if explain and found.parts_at is not None:
+        found.explained = Explanation(
+            one, two, found, lambda config: partial(open_foreign, config)
+        ).run()
+    told = found.to_dict()
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join([*diff_lines(told), *curves(one, two)]))
+    if found.parts_at is not None:
         raise typer.Exit(DIFFERENT)
 
 
