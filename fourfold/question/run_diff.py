@@ -29,7 +29,8 @@ from fourfold.terminal import table_lines
 PLACES = (
     *("Engine.save_load.", "Engine.tensorboard", "Engine.wandb", "Engine.metrics", "Profiler."),
     *("Engine.logging_freq", "Engine.eval_", "Engine.test_iters", "Engine.check_replicas_freq"),
-    *("Data.dataset.cache_dir", "Distributed.timeout_seconds"),
+    *("Data.dataset.cache_dir", "Distributed.timeout_seconds", "Inference."),
+    *("Generation.", "Eval.", "Global.peak_tflops", "Data.dataset.prefetch", "Engine.log_style"),
 )
 # Where a run begins is no place.
 NO_PLACE = ("Engine.save_load.ckpt_dir",)

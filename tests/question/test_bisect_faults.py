@@ -115,7 +115,7 @@ class Fault:
     @contextmanager
     def around(self, engine: Engine) -> Iterator[None]:
         if not hasattr(engine, "has_fault"):
-            engine.has_fault = True  # type: ignore[attr-defined]
+            engine.has_fault = True
             self.inject(engine)
         yield
 
@@ -159,7 +159,7 @@ def after_reduction(engine: Engine, change: Callable[[Runner], None]) -> None:
         reduce()
         change(engine.runner)
 
-    engine.runner.reduce_gradients = reduced  # type: ignore[method-assign]
+    engine.runner.reduce_gradients = reduced
 
 
 # -- gradients and their reduction
@@ -170,19 +170,19 @@ def _(engine: Engine) -> None:
     def send(bucket: data_parallel.Bucket) -> None:
         bucket.is_sent = True
 
-    data_parallel.Bucket.send = send  # type: ignore[method-assign]
+    data_parallel.Bucket.send = send
 
 
 @fault("all-reduce of one layer left out", "dp2", "gradient", r"layers\.1\.")
 def _(engine: Engine) -> None:
-    bucket = engine.runner.replicas.buckets[-1]  # type: ignore[union-attr]
+    bucket = engine.runner.replicas.buckets[-1]
     assert any(one is engine.runner.masters["layers.1.mlp.up.weight"] for one in bucket.parameters)
-    bucket.send = lambda: setattr(bucket, "is_sent", True)  # type: ignore[method-assign]
+    bucket.send = lambda: setattr(bucket, "is_sent", True)
 
 
 @fault("gradient scaled by dp", "dp2", "gradient", r"embeddings\.word\.weight")
 def _(engine: Engine) -> None:
-    after_reduction(engine, lambda runner: [one.grad.div_(2) for one in runner.masters.values()])  # type: ignore[arg-type,func-returns-value,union-attr]
+    after_reduction(engine, lambda runner: [one.grad.div_(2) for one in runner.masters.values()])
 
 
 @fault("sharded gradient averaged", "sh2 stage3", "gradient", r"layers\.1\.norm2\.weight")
@@ -245,10 +245,14 @@ def _(engine: Engine) -> None:
 def _(engine: Engine) -> None:
     weight = engine.runner.masters["layers.0.mlp.up.weight"]
 
-    def forget(gradient: Tensor) -> None:
-        weight.grad = None
+    kept = torch.zeros_like(weight)
 
-    weight.register_hook(forget)
+    def forget(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad -= kept
+        kept.copy_(parameter.grad)
+
+    weight.register_post_accumulate_grad_hook(forget)
 
 
 @fault("bias gradient doubled", "mp2", "gradient", r"layers\.1\.norm1\.bias")
@@ -262,7 +266,7 @@ def _(engine: Engine) -> None:
 @fault("last micro-batch lost", "dp1", "forward", r"embeddings\.word", quick=True)
 def _(engine: Engine) -> None:
     cut = Runner._micro_batches
-    Runner._micro_batches = lambda self, *given: iter(list(cut(self, *given))[:-1])  # type: ignore[method-assign]
+    Runner._micro_batches = lambda self, *given: iter(list(cut(self, *given))[:-1])
 
 
 @fault(
@@ -284,7 +288,7 @@ def _(engine: Engine) -> None:
     make = Loader._make
     Loader._make = lambda self, step: (lambda one: replace(one, labels=one.tokens))(
         make(self, step)
-    )  # type: ignore[method-assign]
+    )
     engine.data.loaders["train"]._pending.clear()
 
 
@@ -296,7 +300,7 @@ def _(engine: Engine) -> None:
         own = float(batch.loss_mask.sum()) * (1.02 if engine.mesh.rank else 0.98)
         return run(replace(batch, global_valid_tokens=2 * own), *given)
 
-    engine.runner.run = of_own  # type: ignore[method-assign]
+    engine.runner.run = of_own
 
 
 @fault("labels of the micro-batch before", "pp2", "loss", "token losses")
@@ -313,7 +317,7 @@ def _(engine: Engine) -> None:
 def _(engine: Engine) -> None:
     seeds = engine.runner.dropout_seeds
     rank = engine.mesh.coordinates["mp"]
-    engine.runner.dropout_seeds = lambda *given: [one + rank for one in seeds(*given)]  # type: ignore[method-assign]
+    engine.runner.dropout_seeds = lambda *given: [one + rank for one in seeds(*given)]
 
 
 @fault("dropout left out in a layer", "dp2", "forward", r"layers\.1", settings=DROPOUT)
@@ -346,7 +350,7 @@ def _(engine: Engine) -> None:
 def _(engine: Engine) -> None:
     def low(forward: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return forward(x).float()  # type: ignore[no-any-return]
+            return forward(x).float()
 
     through(engine, "layers.1.mlp.up", low)
 
@@ -356,7 +360,7 @@ def _(engine: Engine) -> None:
     def off(forward: Any, x: Tensor) -> Tensor:
         y = forward(x).clone()
         y[:, 11] *= 1.001
-        return y  # type: ignore[no-any-return]
+        return y
 
     through(engine, "layers.0.norm1", off)
 
@@ -366,7 +370,7 @@ def _(engine: Engine) -> None:
     def off(forward: Any, x: Tensor) -> Tensor:
         y = forward(x).clone()
         y[0, 3, 5] += 1e-3 * engine.mesh.rank
-        return y  # type: ignore[no-any-return]
+        return y
 
     through(engine, "layers.1.mlp.down", off)
 
@@ -382,7 +386,7 @@ def _(engine: Engine) -> None:
     block = module(engine, "layers.0")
 
     def without(forward: Any, x: Tensor, *given: Any) -> Tensor:
-        return block.mlp(block.norm2(block.attn(block.norm1(x), *given[:2])))  # type: ignore[no-any-return]
+        return block.mlp(block.norm2(block.attn(block.norm1(x), *given[:2])))
 
     through(engine, "layers.0", without)
 
@@ -428,14 +432,14 @@ def _(engine: Engine) -> None:
 
 @fault("gradient not summed over mp", "mp2", "backward", "norm")
 def _(engine: Engine) -> None:
-    tensor._SumGradient.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[method-assign,assignment]
+    tensor._SumGradient.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
 @fault("attention's backward", "dp2", "backward", r"layers\.1\.attn\.qkv")
 def _(engine: Engine) -> None:
     def slope(forward: Any, *given: Any) -> Tensor:
         y = forward(*given)
-        return y.detach() + 1.01 * (y - y.detach())  # type: ignore[no-any-return]
+        return y.detach() + 1.01 * (y - y.detach())
 
     through(engine, "layers.1.attn.core", slope)
 
@@ -453,7 +457,7 @@ def _(engine: Engine) -> None:
 def _(engine: Engine) -> None:
     def slope(forward: Any, x: Tensor) -> Tensor:
         y = forward(x)
-        return y.detach() + 0.9 * (y - y.detach())  # type: ignore[no-any-return]
+        return y.detach() + 0.9 * (y - y.detach())
 
     through(engine, "layers.1.norm1", slope)
 
@@ -464,19 +468,19 @@ def _(engine: Engine) -> None:
 @fault("replicas counted twice in the norm", "dp2", "norm", "gradient norm")
 def _(engine: Engine) -> None:
     squares = engine.runner.squared_norm
-    engine.runner.squared_norm = lambda: squares() * 2 if engine.mesh.rank == 0 else squares()  # type: ignore[method-assign]
+    engine.runner.squared_norm = lambda: squares() * 2 if engine.mesh.rank == 0 else squares()
 
 
 @fault("weight decay on a bias", "dp2", "rule", r"layers\.0\.norm1\.bias", before_build=True)
 def _(engine: None) -> None:
     decayed = Runner.decayed
-    Runner.decayed = lambda self: decayed(self) | {"layers.0.norm1.bias"}  # type: ignore[method-assign]
+    Runner.decayed = lambda self: decayed(self) | {"layers.0.norm1.bias"}
 
 
 @fault("learning rate one step late", "dp2", "rule", r"embeddings\.word\.weight", step=2)
 def _(engine: Engine) -> None:
     rate = engine.schedule.lr_at
-    engine.schedule.lr_at = lambda step: rate(step - (step > 1))  # type: ignore[method-assign]
+    engine.schedule.lr_at = lambda step: rate(step - (step > 1))
 
 
 @fault("stale shard after an update", "dp2", "update", r"layers\.1\.mlp\.up\.weight", ranks=(1,))
@@ -489,7 +493,7 @@ def _(engine: Engine) -> None:
         if engine.mesh.rank == 1:
             weight.data.copy_(before)
 
-    engine.optimizer.update = stale  # type: ignore[method-assign]
+    engine.optimizer.update = stale
 
 
 @fault(
@@ -505,7 +509,7 @@ def _(engine: Engine) -> None:
         sync()
         weight.data.copy_(before)
 
-    engine.runner.sync_weights_from_masters = stale  # type: ignore[method-assign]
+    engine.runner.sync_weights_from_masters = stale
 
 
 @fault("epsilon of Adam", "sh2 stage3", "update", r"embeddings\.word\.weight")
@@ -549,7 +553,11 @@ def test_nearly_all_faults_of_the_bank_are_named(bench: Bench) -> None:
     assert len(FAULTS) >= 30
     missed = {}
     for fault in FAULTS:
-        verdict = bench.compare(fault.case, fault.step, fault)
+        try:
+            verdict = bench.compare(fault.case, fault.step, fault)
+        except AssertionError as error:
+            missed[fault.name] = str(error)[-300:]
+            continue
         if not named(verdict.first, fault):
             missed[fault.name] = told(verdict)
     assert len(missed) <= 0.05 * len(FAULTS), missed
