@@ -19,7 +19,7 @@ from fourfold.config import Config
 from fourfold.errors import RunError, UserError
 from fourfold.parallel import layout_of
 from fourfold.question.history import RunHistory, Segment, on_ranks, scratch_directory
-from fourfold.question.replay import COMPARED
+from fourfold.question.replay import COMPARED, agree
 from fourfold.question.run_diff import RunDiff, steps_of
 
 # A replay that is this much nearer to one run than the runs are apart has that run's number.
@@ -69,6 +69,7 @@ class Explanation:
     open_foreign: Callable[[Config], Any] | None = None
     replays: int = 0
     start: int | None = None
+    exact: bool = False  # whether the first run computed again has its own bits
     known: dict[frozenset[str], bool] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
@@ -136,7 +137,15 @@ class Explanation:
         if made is None:
             return False
         target = steps_of(wanted)[self.found.parts_at]
-        return all(_near(made[key], target.get(key), *self.found.numbers[key]) for key in COMPARED)
+        if wanted is self.one:
+            self.exact = self.found.tolerance == 0 and all(
+                agree(made[key], target.get(key), 0.0) for key in COMPARED
+            )
+        return all(
+            agree(made[key], target.get(key), 0.0)
+            or (not self.exact and _near(made[key], target.get(key), *self.found.numbers[key]))
+            for key in COMPARED
+        )
 
     def _replay(self, changes: Sequence[Change], step: int) -> Numbers | None:
         values = self.one.segment(step).values
@@ -183,11 +192,11 @@ def _world(changes: Sequence[Change], found: RunDiff, segment: Segment) -> int:
 
 
 def _near(made: float | None, target: Any, one: Any, other: Any) -> bool:
-    if made is None or target is None:
-        return made is target
-    made, target = float(made), float(target)
-    apart = abs(float(one) - float(other)) if one is not None and other is not None else 0.0
-    return made == target or abs(made - target) <= max(NEAR * apart, ROUNDING * abs(target))
+    """Whether a number is much nearer to the target than the two runs are to each other."""
+    if made is None or None in (target, one, other):
+        return False
+    apart = abs(float(one) - float(other))
+    return abs(made - float(target)) <= max(NEAR * apart, ROUNDING * abs(float(target)))
 
 
 # -- what can be taken over -----------------------------------------------------------------------

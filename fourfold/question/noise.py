@@ -163,6 +163,7 @@ class Noise:
     largest: float  # deviation of an element
     typical: float  # the root of the mean square of them
     magnitude: float  # the largest element of the reference
+    size: float  # the root of the mean square of its elements
 
     def bounds(self, side: Mapping[str, Any], phase: str) -> tuple[float, float]:
         """For an element and for the root of the mean square, on a side of this precision.
@@ -171,10 +172,12 @@ class Noise:
         """
         kept = UNIT_ROUNDOFF["float32"]
         stored = kept if phase in IN_FLOAT32 else max(roundoff_of(side), kept)
-        floor = 2 * SAFETY * stored * self.magnitude
+        floor = 0.0
         if side["dtype"] == "float16" and phase in ("backward", "gradient"):
-            floor += SAFETY * LEAST_FLOAT16 / side["loss_scale"]
-        return SAFETY * self.largest + floor, SAFETY * self.typical + floor
+            floor = SAFETY * LEAST_FLOAT16 / side["loss_scale"]
+        # Numbers are at best rounded once where they are kept, also those nothing was added to.
+        element = SAFETY * self.largest + 2 * stored * self.magnitude + floor
+        return element, SAFETY * self.typical + 2 * stored * self.size + floor
 
 
 def roundoff_of(side: Mapping[str, Any]) -> float:
@@ -189,7 +192,7 @@ def measure_noise(reference: StepTrace, rounded: StepTrace) -> Measured:
     found: Measured = {}
     gradient = 0.0
     for key, parts in reference.parts.items():
-        largest = magnitude = squares = 0.0
+        largest = magnitude = squares = whole = 0.0
         count = 0
         for part, other in zip(parts, rounded.parts[key], strict=True):
             exact = reference.read(part)
@@ -199,8 +202,10 @@ def measure_noise(reference: StepTrace, rounded: StepTrace) -> Measured:
             largest = max(largest, float(apart.abs().max()))
             magnitude = max(magnitude, float(exact.abs().max()))
             squares += rms(apart) ** 2 * exact.numel()
+            whole += rms(exact) ** 2 * exact.numel()
             count += exact.numel()
-        found[key] = Noise(largest, math.sqrt(squares / max(count, 1)), magnitude)
+        typical, size = (math.sqrt(one / max(count, 1)) for one in (squares, whole))
+        found[key] = Noise(largest, typical, magnitude, size)
         gradient += squares if key[0] == "gradient" else 0.0
     # One number deviates by chance hardly at all. A mean deviates by no more than the terms do, a
     # norm by no more than the norm of the deviation.
@@ -208,7 +213,7 @@ def measure_noise(reference: StepTrace, rounded: StepTrace) -> Measured:
         (("norm", "loss"), found["loss", "token losses"].largest),
         (("norm", "gradient norm"), math.sqrt(gradient)),
     ):
-        found[key] = Noise(most, most, found[key].magnitude)
+        found[key] = Noise(most, most, found[key].magnitude, found[key].size)
     return found
 
 

@@ -108,10 +108,16 @@ def explained(one: Path, other: Path) -> tuple[RunDiff, dict[str, Any]]:
     return found, Explanation(ours, theirs, found).run()
 
 
+def decoys_beside(setting: str) -> list[str]:
+    """Those that are without effect also with the setting."""
+    used = {"Optimizer.name=Muon": "muon", "Model.position_embedding=rotary": "rope_theta"}
+    return [one for one in DECOYS if setting not in used or used[setting] not in one]
+
+
 def is_named(train: Train, setting: str) -> str | None:
     """What is wrong with the reason that is given for a planted setting."""
     key = setting.partition("=")[0]
-    other = train(setting.replace("/", "_"), setting, *DECOYS)
+    other = train(setting.replace("/", "_"), setting, *decoys_beside(setting))
     found, told = explained(train("base"), other)
     if key not in found.settings:
         return f"the setting is not among {sorted(found.settings)}"
