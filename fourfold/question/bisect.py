@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fourfold.question.noise import FLIP, Measured, flips, measure_noise, roundoff_of
-from fourfold.question.step_trace import PHASES, Part, StepTrace, rms
+from fourfold.question.step_trace import PHASES, Part, StepTrace, is_seen, rms
 from fourfold.shards import Box
 from fourfold.terminal import table_lines
 
@@ -130,6 +130,9 @@ class _Look:
     def __call__(self, part: Part, expected: Tensor) -> SideFinding:
         """This side's parts of a part of the reference."""
         found = SideFinding()
+        of_module = part.phase in ("forward", "backward")
+        if of_module and not is_seen(part.name, compiled=self.trace.facts["compiled"]):
+            return found
         covered: set[Box] = set()
         element, typical = self._bounds(part)
         for own in self.trace.parts.get(part.key, []):

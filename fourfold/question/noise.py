@@ -87,12 +87,28 @@ def record_reference(
 ) -> dict[str, Any] | None:
     """Compute and write down the step in float64; with `roundoff` under errors of that size."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
     try:
         around = None if roundoff is None else partial(rounding, roundoff=roundoff)
-        return record_step(config, 1, directory, step, around=around, open_foreign=open_foreign)
+        return record_step(
+            config, 1, directory, step, around=around, prepare=widen, open_foreign=open_foreign
+        )
     finally:
         torch.set_default_dtype(before)
+
+
+def widen(engine: Engine) -> None:
+    """Go on in float64, from the float32 numbers that weights and moments begin with."""
+    torch.set_default_dtype(torch.float64)
+    for parameter in engine.runner.parameters.values():
+        parameter.data = parameter.data.double()
+    optimizer = engine.optimizer
+    for group in optimizer.groups:
+        group.exp_avg = [moment.double() for moment in group.exp_avg]
+        group.exp_avg_sq = [moment.double() for moment in group.exp_avg_sq]
+    if optimizer.muon is not None:
+        momentum = optimizer.muon.momentum
+        momentum.update({key: one.double() for key, one in momentum.items()})
+    optimizer.ema = None  # of the weights, which do not depend on it
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,17 +153,20 @@ def record_step(
     step: int | None = None,
     *,
     around: Around | None = None,
+    prepare: Callable[[Engine], None] | None = None,
     open_foreign: OpenForeign | None = None,
 ) -> dict[str, Any] | None:
     """Compute `step` (the next one by default) on this rank of `world_size`, and write it down.
 
-    It is computed from where `config` says the run begins. `around` is a context for the step.
-    Returns the facts of the trace on rank 0.
+    It is computed from where `config` says the run begins. `around` is a context for each step,
+    `prepare` is called before the first. Returns the facts of the trace on rank 0.
     """
     from fourfold.engine import build_engine
 
     engine = build_engine(config, world_size, open_foreign=open_foreign)
     engine.resume()
+    if prepare is not None:
+        prepare(engine)
     begun = engine.step
     wanted = begun + 1 if step is None else step
     if not engine.step < wanted <= config.Engine.max_steps:
@@ -201,6 +205,7 @@ def _facts(engine: Engine, result: StepResult) -> dict[str, Any]:
         "layout": str(mesh.layout),
         "dtype": str(runner.precision.dtype).removeprefix("torch."),
         "level": runner.precision.level,
+        "compiled": engine.config.Engine.graph_mode == "static",
         "micro_batch_size": runner.micro_batch_size,
         "loss_scale": result.loss_scale,
         "torch": torch.__version__,
@@ -235,6 +240,11 @@ class Rows:
         return Box((row, *box.offsets[1:]), box.shape), (self.total, *shape[1:])
 
 
+def is_seen(name: str, *, compiled: bool) -> bool:
+    """Whether a module has an output of its own: inside of a layer that is compiled none has."""
+    return not (compiled and name.startswith("layers.") and name.count(".") > 1)
+
+
 def _watched(engine: Engine, recorder: Recorder) -> StepResult:
     runner, step = engine.runner, engine.step + 1
     batch = engine.data.loaders["train"].batch(engine.step)
@@ -261,7 +271,9 @@ def _watched(engine: Engine, recorder: Recorder) -> StepResult:
     losses = TokenLosses(runner)
     rates: list[float] = []
     _spy(engine, rates)
-    with losses.attached(), watch_modules(runner, step, len(batch.tokens), take):
+    compiled = engine.config.Engine.graph_mode == "static"
+    wanted = partial(is_seen, compiled=compiled)
+    with losses.attached(), watch_modules(runner, step, len(batch.tokens), take, wanted):
         losses.begin(step, batch)
         result = engine.advance(look)
     table = losses.table(step, batch.tokens.shape[1])

@@ -565,11 +565,6 @@ def test_nearly_all_faults_of_the_bank_are_named(bench: Bench) -> None:
     assert len(missed) <= 0.05 * len(FAULTS), shown
 
 
-def compared(case: Case) -> bool:
-    """Not what torch compiles, whose modules have no outputs of their own to look at."""
-    return "Engine.graph_mode=static" not in case.extras
-
-
 ALIKE = [Case("dp2 mp2"), Case("pp2 mp2 sp", network="llama"), Case("sh2 stage3")]
 
 
@@ -580,7 +575,7 @@ def test_no_false_alarm(bench: Bench, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", filter(compared, CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_no_false_alarm_over_the_table(tmp_path: Path, case: Case) -> None:
     if case.dtype == "float64":
         pytest.skip("the reference itself")
