@@ -74,6 +74,7 @@ class Verdict:
     findings: list[Finding]
     tensors: int
     margin: float  # the largest excess among what is right
+    extra: dict[str, list[str]]  # tensors that the reference does not have, by side
 
     @property
     def first(self) -> Finding | None:
@@ -81,9 +82,10 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "equal": not self.findings,
+            "equal": not self.findings and not any(self.extra.values()),
             "first": None if self.first is None else _told(self.first),
             "different": [_told(one) for one in self.findings],
+            "extra": self.extra,
             "tensors": self.tensors,
             "margin": self.margin,
             **self.facts,
@@ -116,7 +118,11 @@ def compare(
         else:
             margin = max(margin, *(one.excess for one in seen.values()))
     facts = {side: trace.facts for side, trace in sides.items()}
-    return Verdict({**facts, "reference": reference.facts}, findings, len(order), margin)
+    extra = {
+        side: [" ".join(key) for key in trace.parts if key not in reference.parts]
+        for side, trace in sides.items()
+    }
+    return Verdict({**facts, "reference": reference.facts}, findings, len(order), margin, extra)
 
 
 @dataclass(frozen=True)
@@ -258,7 +264,12 @@ def verdict_lines(told: Mapping[str, Any]) -> Iterator[str]:
             f"{told['margin']:.2g} of what rounding explains"
         )
         return
+    for side, names in told["extra"].items():
+        if names:
+            yield f"{side} has {len(names)} tensors that A's network does not have: {names[0]}, ..."
     first = told["first"]
+    if first is None:
+        return
     yield ""
     yield f"the first tensor that differs: {PASSES[first['phase']]}, {first['name']}"
     yield from _side_lines(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from helpers.layout_table import CASES, DOCUMENTS, DROPOUT, Case
 from helpers.ranks import on_ranks
+from helpers.tiny_run import TINY
 from helpers.traces import Workshop
 from torch import Tensor
 from torch.nn import functional as F
@@ -583,3 +586,42 @@ def test_no_false_alarm_over_the_table(tmp_path: Path, case: Case) -> None:
     sizes = replace(layers, settings=("Data.batch_size.global_batch_size=8", *layers.settings))
     verdict = Bench(tmp_path).compare(sizes, 1)
     assert verdict.first is None, told(verdict)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return path
+
+
+def settings(tmp_path: Path) -> list[str]:
+    given = [*SMALL, f"Data.dataset.cache_dir={tmp_path / 'cache'}", "Model.num_layers=1"]
+    given += ["Data.batch_size.local_batch_size=null", "Model.attention_probs_dropout_prob=0"]
+    return [word for one in given for word in ("-o", one)]
+
+
+def test_the_command(tmp_path: Path, file: Path, command: Callable[..., Any]) -> None:
+    words = ["bisect", "-c", file, *settings(tmp_path)]
+    code, shown, _ = command(*words, "--b-override", "Engine.mix_precision.dtype=bfloat16")
+    assert code == 0 and "equal: " in shown
+    other = ["--b-override", "Model.norm_epsilon=1.0e-3"]
+    code, shown, _ = command(*words, *other, "--json", "--keep", tmp_path / "kept")
+    found = json.loads(shown)
+    assert code == 1 and not found["equal"]
+    first = found["first"]
+    assert (first["phase"], first["name"], first["wrong"]) == ("forward", "layers.0.norm1", ["B"])
+    assert (tmp_path / "kept" / "A" / "step.json").exists()
+
+
+def test_masks_that_cannot_agree_are_refused(
+    tmp_path: Path, file: Path, command: Callable[..., Any]
+) -> None:
+    code, _, said = command("bisect", "-c", file)
+    assert code == 2 and "attention_probs_dropout_prob=0" in said
+    sizes = ["--b-override", "Data.batch_size.micro_batch_size=2"]
+    code, _, said = command("bisect", "-c", file, *settings(tmp_path), *sizes)
+    assert code == 2 and "hidden_dropout_prob=0" in said
