@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fourfold.question.noise import FLIP, Measured, flips, measure_noise, roundoff_of
-from fourfold.question.step_trace import PHASES, Part, StepTrace, is_seen, rms
+from fourfold.question.step_trace import PHASES, StepTrace, TensorPart, is_seen, rms
 from fourfold.shards import Box
 from fourfold.terminal import table_lines
 
@@ -53,7 +53,7 @@ class SideFinding:
 
 
 @dataclass
-class Finding:
+class TensorFinding:
     """A logical tensor that one side or both have wrong."""
 
     phase: str
@@ -71,13 +71,13 @@ class Verdict:
     """What a bisection found."""
 
     facts: dict[str, dict[str, Any]]
-    findings: list[Finding]
+    findings: list[TensorFinding]
     tensors: int
     margin: float  # the largest excess among what is right
     extra: dict[str, list[str]]  # tensors that the reference does not have, by side
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> TensorFinding | None:
         return self.findings[0] if self.findings else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Verdict:
         }
 
 
-def _told(finding: Finding) -> dict[str, Any]:
+def _told(finding: TensorFinding) -> dict[str, Any]:
     return {**asdict(finding), "wrong": finding.wrong}
 
 
@@ -112,7 +112,7 @@ def compare(
     for part in order:
         expected = reference.read(part)
         seen = {side: look(part, expected) for side, look in looks.items()}
-        finding = Finding(part.phase, part.name, part.micro_batch, seen)
+        finding = TensorFinding(part.phase, part.name, part.micro_batch, seen)
         if finding.wrong:
             findings.append(finding)
         else:
@@ -133,7 +133,7 @@ class _Look:
     reference: StepTrace
     noise: Measured
 
-    def __call__(self, part: Part, expected: Tensor) -> SideFinding:
+    def __call__(self, part: TensorPart, expected: Tensor) -> SideFinding:
         """This side's parts of a part of the reference."""
         found = SideFinding()
         of_module = part.phase in ("forward", "backward")
@@ -166,14 +166,14 @@ class _Look:
         found.micro_batches = sorted(set(found.micro_batches))
         return found
 
-    def _values(self, own: Part) -> Tensor:
+    def _values(self, own: TensorPart) -> Tensor:
         """Of a part, or of the sum that it is a term of."""
         if not own.partial:
             return self.trace.read(own)
         terms = [one for one in self.trace.parts[own.key] if one.box == own.box]
         return torch.stack([self.trace.read(one) for one in terms]).sum(0)
 
-    def _bounds(self, part: Part) -> tuple[Tensor, float]:
+    def _bounds(self, part: TensorPart) -> tuple[Tensor, float]:
         """For every element, or one for all, and for the root of the mean square."""
         if part.phase in EXACT:
             return torch.tensor(0.0, dtype=torch.float64), 0.0

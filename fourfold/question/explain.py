@@ -38,7 +38,7 @@ Numbers = dict[str, float | None]
 
 
 @dataclass(frozen=True)
-class Change:
+class Takeover:
     """Something of the second run that the first can take over by itself."""
 
     name: str
@@ -87,7 +87,7 @@ class Explanation:
             "to_step": self.found.parts_at,
         }
 
-    def _begin(self, changes: Sequence[Change]) -> str:
+    def _begin(self, changes: Sequence[Takeover]) -> str:
         """Find a checkpoint from which both runs can be had; why there is none."""
         if not changes:
             return self._not_replayable() or "nothing that could be replayed differs"
@@ -120,13 +120,13 @@ class Explanation:
 
     # -- replays ------------------------------------------------------------------------------
 
-    def _gives_the_other(self, changes: Sequence[Change]) -> bool:
+    def _gives_the_other(self, changes: Sequence[Takeover]) -> bool:
         key = frozenset(change.name for change in changes)
         if key not in self.known:
             self.known[key] = self._gives(changes, self.other)
         return self.known[key]
 
-    def _gives(self, changes: Sequence[Change], wanted: RunHistory) -> bool:
+    def _gives(self, changes: Sequence[Takeover], wanted: RunHistory) -> bool:
         """Whether the first run with these changes has the numbers of a run where they part."""
         assert self.found.parts_at is not None
         self.replays += 1
@@ -147,7 +147,7 @@ class Explanation:
             for key in COMPARED
         )
 
-    def _replay(self, changes: Sequence[Change], step: int) -> Numbers | None:
+    def _replay(self, changes: Sequence[Takeover], step: int) -> Numbers | None:
         values = self.one.segment(step).values
         segment = Segment(self.one, self.start, None, values)
         overrides = [
@@ -184,7 +184,7 @@ def _numbers(segment: Segment, config: Config, step: int, open_foreign: Any) -> 
     return {"loss": result.loss, "grad_norm": result.norm}
 
 
-def _world(changes: Sequence[Change], found: RunDiff, segment: Segment) -> int:
+def _world(changes: Sequence[Takeover], found: RunDiff, segment: Segment) -> int:
     sizes = found.machine.get("world_size")
     if sizes is not None and any(change.name == "the layout" for change in changes):
         return int(sizes[1])
@@ -202,20 +202,22 @@ def _near(made: float | None, target: Any, one: Any, other: Any) -> bool:
 # -- what can be taken over -----------------------------------------------------------------------
 
 
-def changes_of(found: RunDiff) -> Iterator[Change]:
+def changes_of(found: RunDiff) -> Iterator[Takeover]:
     """What differs and can be replayed, by itself or with what belongs to it."""
     groups: dict[str, dict[str, Any]] = {}
     for key, (_, value) in found.settings.items():
         name = next((name for start, name in TOGETHER.items() if key.startswith(start)), key)
         groups.setdefault(name, {})[key] = value
     for name, values in groups.items():
-        yield Change(name, values)
+        yield Takeover(name, values)
     threads = found.machine.get("threads")
     if threads is not None and threads[1] is not None and "world_size" not in found.machine:
-        yield Change(THREADS, {}, int(threads[1]))
+        yield Takeover(THREADS, {}, int(threads[1]))
 
 
-def minimal(changes: Sequence[Change], gives: Callable[[Sequence[Change]], bool]) -> list[Change]:
+def minimal(
+    changes: Sequence[Takeover], gives: Callable[[Sequence[Takeover]], bool]
+) -> list[Takeover]:
     """A smallest part of the changes that does what all of them do: none can be left out."""
     left, parts = list(changes), 2
     while len(left) > 1:
@@ -237,6 +239,6 @@ def minimal(changes: Sequence[Change], gives: Callable[[Sequence[Change]], bool]
 
 
 def _first(
-    parts: Iterable[list[Change]], gives: Callable[[Sequence[Change]], bool]
-) -> list[Change] | None:
+    parts: Iterable[list[Takeover]], gives: Callable[[Sequence[Takeover]], bool]
+) -> list[Takeover] | None:
     return next((part for part in parts if gives(part)), None)

@@ -58,7 +58,7 @@ Around = Callable[["Engine"], Any]  # a context in which the step is computed
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A rectangle of a logical tensor in a file."""
 
     phase: str
@@ -76,7 +76,7 @@ class Part:
         return self.phase, self.name
 
 
-class Recorder:
+class StepRecorder:
     """Writes the parts of one rank."""
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -101,7 +101,9 @@ class Recorder:
             box = Box((0,) * values.dim(), tuple(values.shape))
         dtype = str(values.dtype).removeprefix("torch.")
         whole = tuple(values.shape) if shape is None else shape
-        part = Part(phase, name, self.rank, box, whole, dtype, self._end, micro_batch, partial)
+        part = TensorPart(
+            phase, name, self.rank, box, whole, dtype, self._end, micro_batch, partial
+        )
         self._index.write(json.dumps(asdict(part)) + "\n")
         if values.numel():
             self._end += self._bytes.write(values.reshape(-1).view(torch.uint8).numpy().data)
@@ -122,20 +124,20 @@ class StepTrace:
                 f"{directory} is no trace of a step; `fourfold bisect --record` makes one"
             )
         self.facts: dict[str, Any] = json.loads(file.read_text())
-        self.parts: dict[tuple[str, str], list[Part]] = {}
+        self.parts: dict[tuple[str, str], list[TensorPart]] = {}
         for rank in range(self.facts["world_size"]):
             for part in self._index(rank):
                 self.parts.setdefault(part.key, []).append(part)
 
-    def _index(self, rank: int) -> Iterator[Part]:
+    def _index(self, rank: int) -> Iterator[TensorPart]:
         with (self.directory / f"rank_{rank}.jsonl").open() as lines:
             for line in lines:
                 told = json.loads(line)
                 told["box"] = Box(*map(tuple, told["box"]))
                 told["shape"] = tuple(told["shape"])
-                yield Part(**told)
+                yield TensorPart(**told)
 
-    def read(self, part: Part) -> Tensor:
+    def read(self, part: TensorPart) -> Tensor:
         """In float64; integers and truth values too, which it holds exactly up to 2^53."""
         dtype = DTYPES[part.dtype]
         if part.box.volume() == 0:
@@ -180,7 +182,7 @@ def record_step(
                 stack.enter_context(around(engine))
             engine.advance()
     directory.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(directory, engine.mesh.rank)
+    recorder = StepRecorder(directory, engine.mesh.rank)
     with ExitStack() as stack:
         if around is not None:
             stack.enter_context(around(engine))
@@ -245,7 +247,7 @@ def is_seen(name: str, *, compiled: bool) -> bool:
     return not (compiled and name.startswith("layers.") and name.count(".") > 1)
 
 
-def _watched(engine: Engine, recorder: Recorder) -> StepResult:
+def _watched(engine: Engine, recorder: StepRecorder) -> StepResult:
     runner, step = engine.runner, engine.step + 1
     batch = engine.data.loaders["train"].batch(engine.step)
     rows = Rows.of(engine, batch)
@@ -304,7 +306,7 @@ def _batch_place(rows: Rows, tensor: Tensor) -> tuple[Box, tuple[int, ...]]:
     return Box((rows.first, *(0 for _ in rest)), tuple(tensor.shape)), (rows.total, *rest)
 
 
-def _write_inputs(recorder: Recorder, rows: Rows, batch: Batch) -> None:
+def _write_inputs(recorder: StepRecorder, rows: Rows, batch: Batch) -> None:
     given: Mapping[str, Tensor | None] = {
         "tokens": batch.tokens,
         "labels": batch.labels,
@@ -319,7 +321,7 @@ def _write_inputs(recorder: Recorder, rows: Rows, batch: Batch) -> None:
     recorder.write("input", "valid tokens", valid)
 
 
-def _write_weights(engine: Engine, recorder: Recorder, phase: str) -> None:
+def _write_weights(engine: Engine, recorder: StepRecorder, phase: str) -> None:
     for shard in engine.runner.shards.values():
         recorder.write(phase, shard.name, shard.local, shard.box, shard.shape)
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fourfold.data import Loader, loader
 from fourfold.engine import Engine
 from fourfold.parallel import Runner, data_parallel, runner, tensor
-from fourfold.question.bisect import Finding, Verdict, compare
+from fourfold.question.bisect import TensorFinding, Verdict, compare
 from fourfold.question.noise import OF_REFERENCE, UNIT_ROUNDOFF, record_reference
 from fourfold.question.step_trace import StepTrace, record_step
 
@@ -533,7 +533,7 @@ def _(engine: Engine) -> None:
     engine.runner.masters["layers.0.attn.qkv.weight"].data[5, 7] += 1e-4 * engine.mesh.rank
 
 
-def named(found: Finding | None, fault: Fault) -> bool:
+def named(found: TensorFinding | None, fault: Fault) -> bool:
     if found is None or found.phase != fault.phase or found.wrong != ["B"]:
         return False
     if fault.ranks is not None and found.sides["B"].ranks != list(fault.ranks):

@@ -14,7 +14,7 @@ from helpers.tiny_run import FIXTURE, TINY
 
 from fourfold.config import load_config
 from fourfold.engine import build_engine
-from fourfold.question.explain import Change, Explanation, minimal
+from fourfold.question.explain import Explanation, Takeover, minimal
 from fourfold.question.history import RunHistory
 from fourfold.question.run_diff import RunDiff, compare_runs
 
@@ -171,7 +171,7 @@ def test_the_command(train: Train, tmp_path: Path, command: Callable[..., Any]) 
 
 
 def test_of_many_changes_the_needed_ones_are_left() -> None:
-    changes = [Change(str(number), {}) for number in range(20)]
+    changes = [Takeover(str(number), {}) for number in range(20)]
     for needed in ({"3"}, {"0", "19"}, {"4", "5", "12"}, {str(one) for one in range(20)}):
         left = minimal(changes, lambda tried: needed <= {one.name for one in tried})  # noqa: B023
         assert {one.name for one in left} == needed
