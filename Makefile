@@ -18,9 +18,9 @@ test-all: setup-dev setup-peers setup-schedulers
 	$(BIN)/pytest -n 2 --dist worksteal
 
 # Several machines, made of namespaces, and a real SLURM on them: Linux and root, or they are skipped.
-CLUSTER_TESTS ?= cluster
+CLUSTER_TESTS ?= tests/cluster
 test-cluster: setup-dev setup-cluster
-	$(BIN)/pytest -n 2 --dist loadfile -rs -m "$(CLUSTER_TESTS)" tests/cluster
+	$(BIN)/pytest -n 2 --dist loadfile -rs $(CLUSTER_TESTS)
 
 # Runs the whole table of layouts and writes its page.
 equivalence: setup-dev

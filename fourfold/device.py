@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from fourfold import native
 from fourfold.errors import UserError
 
 
@@ -81,13 +82,22 @@ def keep_freed_memory() -> None:
     glibc returns every block of more than 32 MB to the kernel when it is freed, and a step frees
     and allocates gigabytes of them: each page is then mapped and zeroed anew, which took a quarter
     of a bfloat16 step of GPT-2 124M. Other C libraries have no such call, and need none.
+
+    Large tensors have an allocator of their own, where it compiles: glibc's leaves gaps between
+    them that it does not use again (fourfold/native/blocks.cpp).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    for parameter, (variable, value) in _KEEP.items():
-        if variable not in os.environ:
-            mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
+    if mallopt is not None:
+        for parameter, (variable, value) in _KEEP.items():
+            if variable not in os.environ:
+                mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
+    if (blocks := native.library("blocks")) is not None:
+        import resource  # which Windows has not
+
+        # It reserves addresses for all of the machine's memory; a limit of addresses counts them.
+        if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            blocks.take_over_large_tensors(ctypes.c_size_t(memory))
 
 
 def is_cpu(wanted: str) -> bool:

@@ -99,6 +99,13 @@ def say(text: str, stream: TextIO | None) -> None:
         print(text, file=stream, flush=True)
 
 
+def told(error: BaseException) -> str:
+    """An error in short: its message, or for one of ours the line that names it."""
+    if isinstance(error, UserError | RunError):
+        return f"fourfold: {error}"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 def report(error: BaseException) -> int:
     """Print to standard error what ended a process; returns its exit code."""
     if isinstance(error, UserError):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 _BEAT = struct.Struct("dq24s")  # monotonic seconds, step, phase
 _FAILURE = struct.Struct("qd")  # bytes in the log before the error, monotonic seconds
 _ROW = 64
+WORDS_BYTES = 2048
 # The last phase of a rank that ended well: asked to stop and saved, or at the end of its work.
 STOPPED, FINISHED = "stopped", "finished"
 assert _BEAT.size + _FAILURE.size <= _ROW
@@ -43,6 +44,7 @@ class Failure:
 
     seconds: float
     log_offset: int
+    words: str = ""  # the error itself, in short: the log may be on a disk that is gone
 
 
 class Board:
@@ -54,6 +56,7 @@ class Board:
     def __init__(self, ranks: int, first: int = 0) -> None:
         self.ranks = range(first, first + ranks)
         self._memory = mmap.mmap(-1, ranks * _ROW)
+        self._words = mmap.mmap(-1, ranks * WORDS_BYTES)
 
     def beat(self, rank: int, step: int, phase: str) -> None:
         place = self._row(rank)
@@ -67,13 +70,19 @@ class Board:
         """Monotonic time of the last beat of any rank."""
         return max(self.last_beat(rank).seconds for rank in self.ranks)
 
-    def fail(self, rank: int, log_offset: int) -> None:
+    def fail(self, rank: int, log_offset: int, words: str = "") -> None:
+        text, start = words.encode()[:WORDS_BYTES], (rank - self.ranks.start) * WORDS_BYTES
+        self._words[start : start + len(text)] = text
         place = self._row(rank) + _BEAT.size
         _FAILURE.pack_into(self._memory, place, log_offset, time.monotonic())
 
     def failure(self, rank: int) -> Failure | None:
         offset, seconds = _FAILURE.unpack_from(self._memory, self._row(rank) + _BEAT.size)
-        return Failure(seconds, offset) if seconds else None
+        if not seconds:
+            return None
+        start = (rank - self.ranks.start) * WORDS_BYTES
+        words = self._words[start : start + WORDS_BYTES].rstrip(b"\0")
+        return Failure(seconds, offset, words.decode(errors="replace"))
 
     def _row(self, rank: int) -> int:
         return (rank - self.ranks.start) * _ROW

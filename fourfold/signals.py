@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+from fourfold import storage
+
 STOP_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -33,6 +35,7 @@ STOP_SIGNALS = (
 )
 STACKS_SIGNAL = signal.SIGQUIT
 STOP_FILE = "STOP"
+SAVE_FILE = "SAVE"
 
 
 def _heeded() -> list[signal.Signals]:
@@ -112,6 +115,48 @@ class StopRequest(StopSignals):
 
     def _hurry(self) -> None:
         raise KeyboardInterrupt  # what was committed before stays good
+
+
+class SaveRequest:
+    """A file named SAVE in the run directory asks for a checkpoint now.
+
+    All ranks save if one is asked to, so it is looked for by one rank only, which removes it once a
+    checkpoint begun after it appeared is committed.
+    """
+
+    def __init__(self, output_dir: Path, watches_file: bool = True) -> None:
+        self._file = output_dir / SAVE_FILE
+        self._watches_file = watches_file
+        self._taken: int | None = None
+
+    def asked(self) -> bool:
+        """Whether there is a request that no save has been begun for."""
+        stamp = self._stamp()
+        return stamp is not None and stamp != self._taken
+
+    def take(self) -> None:
+        """A save begins: what is asked for by now is in it."""
+        self._taken = self._stamp()
+
+    def committed(self) -> None:
+        """The save taken last is committed. One asked for since then stays a request."""
+        if self._taken is None:
+            return
+        if self._stamp() == self._taken:
+            address = storage.address_of(self._file)
+            with suppress(OSError):
+                if address is not None:
+                    storage.remove(address)
+                self._file.unlink()
+        self._taken = None
+
+    def _stamp(self) -> int | None:
+        if not self._watches_file:
+            return None
+        try:
+            return os.stat(self._file).st_mtime_ns
+        except OSError:
+            return None
 
 
 class SupervisorSignals(StopSignals):

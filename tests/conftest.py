@@ -12,12 +12,16 @@ import sympy  # noqa: F401
 import torch
 import torch.fx.experimental.symbolic_shapes
 import torch.profiler
+from hypothesis import settings
 
 from fourfold.device import spare_missing_matrix_units
 from fourfold.model import GPT, ModelShape, initialize
 
 torch.set_num_threads(1)
 
+# How long an example takes says what else the machine is doing.
+settings.register_profile("fourfold", deadline=None)
+settings.load_profile("fourfold")
 
 spare_missing_matrix_units()
 

@@ -12,8 +12,8 @@ from fourfold.cli import VERBS
 
 # Each part imports only from parts to its left.
 ORDER = (
-    "errors atomic_files charts terminal heartbeat comm_timer signals processors shards config "
-    "tokenizer data native model device meeting placement mesh parallel cost optim metrics "
+    "errors atomic_files storage charts terminal heartbeat comm_timer signals processors shards "
+    "config tokenizer data native model device meeting placement mesh parallel cost optim metrics "
     "checkpoint trace engine"
 )
 CORE = ORDER.split()
@@ -80,6 +80,7 @@ def test_imports_keep_to_the_tiers(file: Path) -> None:
     [
         "errors",
         "atomic_files",
+        "storage",
         "charts",
         "terminal",
         "heartbeat",

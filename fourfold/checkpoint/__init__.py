@@ -16,8 +16,14 @@ layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale,
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
 """
 
-from fourfold.checkpoint.directory import candidates, named
-from fourfold.checkpoint.disk import check_shared, free_bytes
+from fourfold.checkpoint.directory import Retention, candidates, named
+from fourfold.checkpoint.disk import (
+    check_shared,
+    free_bytes,
+    room_problem,
+    staging_problem,
+    write_times,
+)
 from fourfold.checkpoint.manifest import MismatchError
 from fourfold.checkpoint.reading import (
     Verified,
@@ -36,6 +42,7 @@ __all__ = [
     "MismatchError",
     "PendingSave",
     "RankGroup",
+    "Retention",
     "Shard",
     "Tensors",
     "Verified",
@@ -48,7 +55,10 @@ __all__ = [
     "named",
     "read_state",
     "resume",
+    "room_problem",
     "save",
+    "staging_problem",
     "tensor_names",
     "verify",
+    "write_times",
 ]

@@ -16,6 +16,7 @@ that a writer may replace or remove at any moment.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from fourfold import storage
 from fourfold.atomic_files import replace_bytes, sync_directory
 from fourfold.checkpoint.manifest import MANIFEST, MismatchError, MovedError, read_head
 from fourfold.errors import CheckpointError
@@ -41,6 +43,31 @@ ABANDONED_SECONDS = 3600.0
 
 
 # --- reading ----------------------------------------------------------------------------------
+
+
+def look(output_dir: Path) -> None:
+    """Learn which checkpoints an output directory at an address has; any other is as it is."""
+    address = storage.address_of(output_dir)
+    if address is None:
+        return
+    there = {
+        name
+        for name, known in storage.children(address).items()
+        if known.is_directory and COMMITTED.fullmatch(name)
+    }
+    for name in there:
+        look_at(output_dir / name)
+    for path in output_dir.iterdir() if output_dir.is_dir() else ():
+        if COMMITTED.fullmatch(path.name) and path.name not in there:
+            storage.drop(path)
+
+
+def look_at(directory: Path) -> None:
+    """The same for one checkpoint: its small files are copied here."""
+    if storage.address_of(directory) is not None:
+        found = storage.refresh(directory, lambda name: name.endswith(".json"))
+        if MANIFEST not in found:  # put last, removed first
+            storage.drop(directory)
 
 
 @dataclass(frozen=True)
@@ -77,7 +104,7 @@ def _serial(directory: Path) -> int | None:
 
 def named(ckpt_dir: str, output_dir: Path) -> Path:
     """The path that `Engine.save_load.ckpt_dir` means; a bare `latest` is the run's own."""
-    return output_dir if ckpt_dir == LATEST else Path(ckpt_dir)
+    return output_dir if ckpt_dir == LATEST else storage.local_path(ckpt_dir)
 
 
 def candidates(where: Path | str) -> list[Path]:
@@ -87,7 +114,9 @@ def candidates(where: Path | str) -> list[Path]:
     a step directory: that one, then its siblings of earlier steps. `latest` only says where to
     look: a crash can leave it one commit behind the directory itself.
     """
-    where = Path(where).resolve()
+    where = storage.local_path(where).resolve()
+    inside = where.name == LATEST or COMMITTED.fullmatch(where.name)
+    look(where.parent if inside else where)
     if where.name == LATEST and not where.is_dir():
         where = where.parent
     if _is_output_dir(where):
@@ -113,7 +142,8 @@ def named_by_user(where: Path) -> list[Path]:
     found = candidates(where)
     if not found:
         raise CheckpointError(
-            f"no checkpoint at {where}: give a step_N directory, or the output directory of a run"
+            f"no checkpoint at {storage.name_of(where)}: give a step_N directory, or the output "
+            "directory of a run"
         )
     return found if where.name != LATEST and _is_output_dir(where) else found[:1]
 
@@ -181,7 +211,12 @@ def commit(temporary: Path, target: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint: first its name, then its files."""
+    """Remove a checkpoint: first its name, or at an address its manifest; then its files."""
+    address = storage.address_of(directory)
+    if address is not None:
+        storage.remove_all(address, first=MANIFEST)
+        storage.drop(directory)
+        return
     trash = private_name(directory.parent, directory.name.removesuffix(".old"), "trash")
     directory.rename(trash)
     sync_directory(directory.parent)
@@ -189,19 +224,69 @@ def discard(directory: Path) -> None:
 
 
 def point_latest(target: Path) -> None:
+    address = storage.address_of(target.parent)
+    if address is not None:
+        storage.write(f"{address}/{LATEST}", f"{target.name}\n".encode())
+        return
     aside = private_name(target.parent, LATEST, "tmp")
     replace_bytes(target.parent / LATEST, f"{target.name}\n".encode(), aside)
     sync_directory(target.parent)
 
 
-def retire(output_dir: Path, keep_last: int) -> None:
-    """Remove all but the `keep_last` checkpoints saved last; 0 keeps every one."""
-    kept = 0
-    for entry in history(output_dir):
-        if keep_last and kept >= keep_last:
-            discard(entry.directory)
-        # One that cannot be read does not count, or it would push out one that can.
-        kept += entry.readable
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of an output directory stay."""
+
+    last: int = 3  # the newest so many; 0: every one
+    every_steps: int = 0  # those of a multiple of it; 0: none for that
+    every_hours: float = 0.0  # the first, and each so long after the last one kept; 0: none
+
+    def __post_init__(self) -> None:
+        assert self.last >= 0 and self.every_steps >= 0 and self.every_hours >= 0
+
+    def removed(self, entries: list[Committed]) -> list[Committed]:
+        """Of all checkpoints, the last one saved first, those to remove."""
+        if not self.last:
+            return []
+        kept_for_good = self._by_step(entries) | self._by_time(entries)
+        kept, removed = 0, []
+        for entry in entries:
+            if kept >= self.last and entry.directory not in kept_for_good:
+                removed.append(entry)
+            # One that cannot be read does not count, or it would push out one that can.
+            kept += entry.readable
+        return removed
+
+    def _by_step(self, entries: list[Committed]) -> set[Path]:
+        every = self.every_steps
+        return {e.directory for e in entries if every and e.readable and e.step % every == 0}
+
+    def _by_time(self, entries: list[Committed]) -> set[Path]:
+        """From the oldest on, so that one that was kept stays kept whatever follows."""
+        if not self.every_hours:
+            return set()
+        kept, last = set(), -math.inf
+        for entry in reversed(entries):
+            saved = saved_at(entry.directory) if entry.readable else None
+            if saved is not None and saved - last >= 3600 * self.every_hours:
+                kept.add(entry.directory)
+                last = saved
+        return kept
+
+
+def saved_at(directory: Path) -> float | None:
+    """When a checkpoint was saved: the time of its manifest."""
+    try:
+        return (directory / MANIFEST).stat().st_mtime
+    except OSError:
+        return None
+
+
+def retire(output_dir: Path, keep: Retention) -> None:
+    """Remove the checkpoints that are not to be kept."""
+    look(output_dir)
+    for entry in keep.removed(history(output_dir)):
+        discard(entry.directory)
 
 
 def tidy(output_dir: Path) -> None:
@@ -210,16 +295,30 @@ def tidy(output_dir: Path) -> None:
     Of a job of many ranks only rank 0 tidies, before it opens the meeting of its next save. One
     job at a time writes here, so every meeting found then is of a dead session, or a failed save.
     """
+    address = storage.address_of(output_dir)
+    if address is not None:
+        _tidy_address(address)
     for path in list(output_dir.iterdir()):
         leftover = LEFTOVER.fullmatch(path.name)
         if leftover and (leftover[1] == "trash" or not _is_being_written(path, leftover[2])):
             remove(path)
-        elif COMMITTED.fullmatch(path.name) and path.suffix == ".old":
+        elif address is None and COMMITTED.fullmatch(path.name) and path.suffix == ".old":
             if path.with_suffix("").exists():
                 discard(path)
             else:
                 path.rename(path.with_suffix(""))
                 sync_directory(output_dir)
+
+
+def _tidy_address(address: str) -> None:
+    """Meetings that are over, and uploads that got no manifest."""
+    for name, known in storage.children(address).items():
+        inside = f"{address}/{name}"
+        if known.is_directory and (
+            LEFTOVER.fullmatch(name)
+            or (COMMITTED.fullmatch(name) and MANIFEST not in storage.children(inside))
+        ):
+            storage.remove_all(inside)
 
 
 def remove(path: Path) -> None:
@@ -274,11 +373,13 @@ class PinnedDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        look_at(directory)
+        self._mark = self._manifest_mark()
         try:
             self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
             raise MovedError(
-                f"{directory} is not a checkpoint: there is no such directory"
+                f"{storage.name_of(directory)} is not a checkpoint: there is no such directory"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
@@ -301,9 +402,19 @@ class PinnedDirectory:
         else:
             if not self._moved():
                 return result
-        raise MovedError(f"{self.directory} was replaced or removed while it was read")
+        raise MovedError(
+            f"{storage.name_of(self.directory)} was replaced or removed while it was read"
+        )
+
+    def _manifest_mark(self) -> str | None:
+        """Of a checkpoint at an address: what tells its manifest from any other."""
+        address = storage.address_of(self.directory)
+        known = None if address is None else storage.children(address).get(MANIFEST)
+        return None if known is None else known.mark
 
     def _moved(self) -> bool:
+        if self._mark != self._manifest_mark():
+            return True
         try:
             return not os.path.samestat(os.fstat(self._descriptor), os.stat(self.directory))
         except OSError:

@@ -14,6 +14,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from fourfold import storage
 from fourfold.checkpoint.rendezvous import RankGroup
 from fourfold.errors import CheckpointError
 
@@ -58,6 +59,8 @@ def advice(error: Exception, place: Path) -> str:
 
 def explained(error: Exception, place: Path) -> str:
     """An error with what to do about it."""
+    if isinstance(error, storage.StorageError):
+        return str(error)  # which says so itself
     return f"{error}; {advice(error, place)}"
 
 
@@ -87,6 +90,58 @@ def readable_gb(count: int) -> str:
     return f"{count / 1e9:.3f} GB ({count} bytes)"
 
 
+class WriteTimes:
+    """How long this process took to write its parts of checkpoints, for whoever compares ranks."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._longest = max(self._longest, seconds)
+
+    def take(self) -> float:
+        """Seconds of the slowest since the last call; 0 where none was written."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+
+write_times = WriteTimes()
+
+
+def room_problem(
+    output_dir: Path, one: int, free: int, more: int, keep_last: int
+) -> tuple[str | None, list[str]]:
+    """Why a run that is going to have `more` checkpoints of `one` bytes each cannot save at all,
+    and notices if it can."""
+    has = f"{output_dir} has {free / 1e9:.3f} GB free"
+    if free < one:
+        problem = (
+            f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
+            "Engine.save_load.output_dir to a larger disk"
+        )
+        return problem, []
+    if free >= (needed := more * one):
+        return None, []
+    notice = (
+        f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
+        f"{more} checkpoints of {one / 1e9:.3f} GB "
+        f"(Engine.save_load.keep_last={keep_last}); saves will fail unless there is "
+        "more room or fewer are kept"
+    )
+    return None, [notice]
+
+
+def staging_problem(staging: Path, one: int, free: int) -> str | None:
+    """The same of a run at an address, which stages one at a time."""
+    if free >= one:
+        return None
+    return (
+        f"a checkpoint of this run takes {one / 1e9:.3f} GB, which are staged before they are "
+        f"uploaded, and {staging} has {free / 1e9:.3f} GB free; make room or set XDG_CACHE_HOME to "
+        "a directory on a larger disk"
+    )
+
+
 # --- one file system for all ranks ------------------------------------------------------------
 
 
@@ -96,14 +151,19 @@ def check_shared(output_dir: Path, ranks: RankGroup) -> None:
     A save needs all ranks' files in one place, and would find out only after they were written.
     """
     token = output_dir / f".shared-{secrets.token_hex(8)}"
+    address = storage.address_of(output_dir)
     problem = None
     if ranks.rank == 0:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            token.write_text(ranks.session)
+            if address is None:
+                token.write_text(ranks.session)
+            else:
+                storage.write(f"{address}/{token.name}", ranks.session.encode())
         except OSError as error:
             problem = (
-                f"cannot write to the output directory {output_dir}: {explained(error, output_dir)}"
+                f"cannot write to the output directory {storage.name_of(output_dir)}: "
+                f"{explained(error, output_dir)}"
             )
     try:
         if told := ranks.broadcast_first(problem):
@@ -114,18 +174,28 @@ def check_shared(output_dir: Path, ranks: RankGroup) -> None:
     finally:
         if ranks.rank == 0:
             with suppress(OSError):
-                token.unlink(missing_ok=True)
+                if address is None:
+                    token.unlink(missing_ok=True)
+                else:
+                    storage.remove(f"{address}/{token.name}")
 
 
 def _not_seen(token: Path, ranks: RankGroup) -> str | None:
     try:
+        address = storage.address_of(token)
         # Opened, not looked for: a network file system then asks its server.
-        if token.read_text() == ranks.session:
+        seen = token.read_bytes() if address is None else storage.read(address)
+        if seen == ranks.session.encode():
             return None
+    except storage.NotThereError:
+        pass
+    except storage.StorageError as error:
+        return f"rank {ranks.rank} on {os.uname().nodename}: {error}"
     except OSError:
         pass
     return (
         f"rank {ranks.rank} on {os.uname().nodename} does not see what rank 0 has written to the "
-        f"output directory {token.parent}, so no checkpoint could be put together; set "
+        f"output directory {storage.name_of(token.parent)}, so no checkpoint could "
+        "be put together; set "
         "Engine.save_load.output_dir to a directory on a file system that all machines share"
     )

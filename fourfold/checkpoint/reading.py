@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 
+from fourfold import storage
 from fourfold.atomic_files import sync_directory
 from fourfold.checkpoint.bounded import (
     FileRecord,
@@ -29,6 +30,7 @@ from fourfold.checkpoint.directory import (
     PinnedDirectory,
     candidates,
     commit,
+    look_at,
     private_name,
     remove,
 )
@@ -88,7 +90,7 @@ def load(
     Without `hashes` only sizes and headers are checked, and values that changed on the disk go
     unnoticed.
     """
-    directory, wanted = Path(directory), as_shards(tensors)
+    directory, wanted = storage.local_path(directory), as_shards(tensors)
     with ExitStack() as closing:
         place = _on_all_ranks(ranks, lambda: closing.enter_context(PinnedDirectory(directory)))
 
@@ -115,7 +117,13 @@ def load(
         turn(lambda: _check(header_problems(directory, manifest, needed)))
         state = turn(lambda: _read_state(directory, manifest.files[STATE], manifest.hash))
         turn(lambda: filling.fill_rest(ranks.beat))
+    _forget_copies(directory)
     return state
+
+
+def _forget_copies(directory: Path) -> None:
+    """What was copied from an address to be read; small files stay."""
+    storage.forget(directory, ".safetensors")
 
 
 def resume(
@@ -138,7 +146,7 @@ def resume(
 
     def attempt() -> Found | None:
         listed = _on_all_ranks(ranks, lambda: _listing(where) if ranks.rank == 0 else [])
-        for directory in map(Path, ranks.broadcast(listed)):
+        for directory in map(storage.local_path, ranks.broadcast(listed)):
             try:
                 state = load(directory, tensors, prefix, ranks, hashes, True, ignored)
                 return directory, state
@@ -146,7 +154,8 @@ def resume(
                 raise
             except CheckpointError as error:
                 if directory not in reasons:
-                    on_notice(f"checkpoint {directory} is unusable, trying the one before: {error}")
+                    named = storage.name_of(directory)
+                    on_notice(f"checkpoint {named} is unusable, trying the one before: {error}")
                 reasons[directory] = str(error)
         return None
 
@@ -154,20 +163,25 @@ def resume(
     if found:
         return found
     if reasons:
-        tried = "".join(f"\n  {directory}: {reason}" for directory, reason in reasons.items())
-        raise CheckpointError(f"no usable checkpoint at {where}; tried{tried}")
+        tried = "".join(f"\n  {storage.name_of(path)}: {why}" for path, why in reasons.items())
+        raise CheckpointError(f"no usable checkpoint at {_said(where)}; tried{tried}")
     raise CheckpointError(
-        f"no checkpoint at {where}: give a step_N directory, or an output directory that has one"
+        f"no checkpoint at {_said(where)}: give a step_N directory, "
+        "or an output directory that has one"
     )
+
+
+def _said(where: Path | str) -> str:
+    return storage.name_of(where) if isinstance(where, Path) else where
 
 
 def _listing(where: Path | str) -> list[str]:
     try:
         # Listing a directory is not atomic: between one checkpoint's coming and another's going
         # a single look can miss both.
-        return [str(path) for path in candidates(where) or candidates(where)]
+        return [storage.name_of(path) for path in candidates(where) or candidates(where)]
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{_said(where)} cannot be read: {error.strerror}") from error
 
 
 def _until_it_stays(attempt: Callable[[], Found | None]) -> Found | None:
@@ -203,7 +217,7 @@ KINDS = {kind.__name__: kind for kind in (CheckpointError, MismatchError, MovedE
 
 def read_state(directory: Path | str) -> dict[str, Any]:
     """The state of a checkpoint, verified, without looking at its tensors."""
-    directory = Path(directory)
+    directory = storage.local_path(directory)
 
     with PinnedDirectory(directory) as place:
         return place.steady(lambda: _read_state(directory, *state_record(directory)))
@@ -223,7 +237,7 @@ class Verified:
     """
 
     def __init__(self, directory: Path | str, prefix: str = "") -> None:
-        self.directory = Path(directory)
+        self.directory = storage.local_path(directory)
         self._place = PinnedDirectory(self.directory)
         try:
             self._manifest = self._place.steady(lambda: read_manifest(self.directory, prefix))
@@ -249,6 +263,7 @@ class Verified:
 
     def close(self) -> None:
         self._place.__exit__()
+        _forget_copies(self.directory)
 
     def __enter__(self) -> Verified:
         return self
@@ -259,17 +274,23 @@ class Verified:
 
 def verify(directory: Path | str) -> list[str]:
     """Everything wrong with a checkpoint, down to the last byte; empty if it is good."""
-    directory = Path(directory)
+    directory = storage.local_path(directory)
     try:
+        look_at(directory)
         manifest = read_manifest(directory)
         problems = file_problems(directory, manifest, manifest.files)
         problems = problems or header_problems(directory, manifest, manifest.shards())
         if not problems:
             _read_state(directory, manifest.files[STATE], manifest.hash)
         expected = {MANIFEST, *manifest.files}
-        extra = sorted(path for path in directory.iterdir() if path.name not in expected)
-    except CheckpointError as error:
+        names = {path.name for path in directory.iterdir()}
+        if storage.address_of(directory) is not None:
+            names = {*storage.noted(directory)}
+        extra = sorted(directory / name for name in names - expected)
+    except (CheckpointError, storage.StorageError) as error:
         return [str(error)]
+    finally:
+        _forget_copies(directory)
     return problems + [f"{path} is not part of the checkpoint" for path in extra]
 
 
@@ -352,7 +373,7 @@ def merge(
     With `becomes` the prefix of every name is replaced by it, and the result is one of weights
     alone. Of the tensors, those of one file at a time are in memory.
     """
-    source, target = Path(source), Path(target)
+    source, target = storage.local_path(source), Path(target)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already; name a new directory to merge into")
     with PinnedDirectory(source) as place:
@@ -371,6 +392,7 @@ def merge(
             raise CheckpointError(f"cannot merge {source} into {target}: {reason}") from error
         finally:
             remove(temporary)
+            _forget_copies(source)
     return target
 
 

@@ -32,14 +32,14 @@ from typing import Any
 from fourfold import heartbeat
 from fourfold.atomic_files import replace_bytes
 from fourfold.checkpoint.bounded import FileRecord, check_size
-from fourfold.checkpoint.directory import meeting_name, private_name, remove
+from fourfold.checkpoint.directory import commit, meeting_name, private_name, remove
 from fourfold.checkpoint.index import Index, Part, encode_part, encode_problem, joined, read_parts
 from fourfold.checkpoint.manifest import MAX_INDEX_BYTES
 from fourfold.errors import CheckpointError
 from fourfold.mesh import Mesh
 
-FIRST_PAUSE_SECONDS = 0.005
-LONGEST_PAUSE_SECONDS = 0.2
+Beat = Callable[[], None]
+
 # How many ranks may ask the file system for news in the same millisecond.
 RANKS_PER_MILLISECOND = 1
 
@@ -48,7 +48,13 @@ class SaveRendezvous:
     """One save of one step, as one of its ranks sees it.
 
     A process by itself meets nobody, in a directory with a name that says which process it is.
+    At an address they meet there (`BucketRendezvous`).
     """
+
+    first_pause_seconds = 0.005
+    longest_pause_seconds = 0.2
+    # Goes into the names of the files.
+    label = ""
 
     def __init__(self, output_dir: Path, step: int, ranks: RankGroup) -> None:
         self.ranks = ranks
@@ -77,10 +83,21 @@ class SaveRendezvous:
 
     def report(self, part: Part | None, problem: str = "") -> None:
         """Say that this rank is done."""
-        path = self.directory / self._record_name(self.ranks.rank)
+        name = self._record_name(self.ranks.rank)
         data = encode_problem(problem) if part is None else encode_part(part)
-        check_size(data, MAX_INDEX_BYTES, path.name)
+        check_size(data, MAX_INDEX_BYTES, name)
+        self.report_bytes(name, data)
+
+    def report_bytes(self, name: str, data: bytes) -> None:
+        path = self.directory / name
         replace_bytes(path, data, aside=path.with_suffix(".tmp"))
+
+    def deliver(self, part: Part) -> None:
+        """Bring what this rank has written to where it is read; here it is there already."""
+
+    def commit(self, target: Path) -> None:
+        """Make what is complete and synced a checkpoint."""
+        commit(self.directory, target)
 
     def leave(self) -> None:
         """Wait until rank 0 has taken the directory away, with our part in it or not."""
@@ -202,8 +219,8 @@ class SaveRendezvous:
         """Wait for `condition`; at most the group's time after the last change of `progress()`."""
         limit = self.ranks.timeout_seconds
         looks_every = min(10.0, limit / 5)
-        longest = max(LONGEST_PAUSE_SECONDS, self.ranks.size / RANKS_PER_MILLISECOND / 1000)
-        pause = FIRST_PAUSE_SECONDS
+        longest = max(self.longest_pause_seconds, self.ranks.size / RANKS_PER_MILLISECOND / 1000)
+        pause = self.first_pause_seconds
         began = looked = time.monotonic()
         seen: object = None
         while not condition():

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoint.bounded import HASH, FileRecord, Hasher, new_hasher
-from fourfold.checkpoint.rendezvous import silent
+from fourfold.checkpoint.rendezvous import Beat, silent
 
 # Of one rank. What they do leaves the interpreter lock free: hashing, writing, reading.
 THREADS = 4
@@ -45,7 +45,6 @@ CHUNKS_READ = 3
 # Of a direct write: its length and its place in the file. No device has larger blocks.
 BLOCK_BYTES = 4096
 
-Beat = Callable[[], None]
 Bytes = npt.NDArray[np.uint8]
 Item = TypeVar("Item")
 Result = TypeVar("Result")

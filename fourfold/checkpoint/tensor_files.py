@@ -12,18 +12,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fourfold import storage
 from fourfold.checkpoint.bounded import DTYPES, FileRecord, new_hasher
 from fourfold.checkpoint.index import Cut, Part, StoredPiece, group_of
 from fourfold.checkpoint.manifest import Manifest
-from fourfold.checkpoint.rendezvous import silent
+from fourfold.checkpoint.rendezvous import Beat, silent
 from fourfold.checkpoint.streams import (
-    Beat,
     Incoming,
     Outgoing,
     in_threads,
@@ -185,19 +186,26 @@ def file_problems(
         path, expected = directory / file, manifest.files[file]
         hasher = new_hasher(manifest.hash)
         try:
+            with suppress(storage.NotThereError):
+                storage.fetch(path)
             if not path.is_file():
-                return f"{path} is missing"
+                return f"{storage.name_of(path)} is missing"
             with path.open("rb", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size != expected.bytes:
-                    return f"{path} has {size} bytes and should have {expected.bytes}"
+                    return (
+                        f"{storage.name_of(path)} has {size} bytes and should have {expected.bytes}"
+                    )
                 if not hashes:
                     return None
                 read_hashed(stream.fileno(), hasher, targets(file), progress)
         except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
+            return f"{storage.name_of(path)} cannot be read: {error.strerror}"
         if hasher.hexdigest() != expected.digest:
-            return f"{path} is corrupted: its {manifest.hash} digest is not the manifest's"
+            return (
+                f"{storage.name_of(path)} is corrupted: its {manifest.hash} digest is not the "
+                "manifest's"
+            )
         return None
 
     return [found for found in in_threads(problem, files, beat) if found]
@@ -206,7 +214,7 @@ def file_problems(
 def open_shard(path: Path) -> Any:
     """`safe_open`, which checks the whole header, with its three kinds of error made one."""
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(storage.fetch(path), framework="pt")
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 

@@ -8,25 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fourfold import storage
 from fourfold.atomic_files import sync_directory
 from fourfold.checkpoint.bounded import encode_json
+from fourfold.checkpoint.bucket import rendezvous_of
 from fourfold.checkpoint.directory import (
-    commit,
+    Retention,
     history,
+    look,
     point_latest,
     retire,
     tidy,
 )
-from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb
+from fourfold.checkpoint.disk import FULL, explained, free_bytes, readable_gb, write_times
 from fourfold.checkpoint.index import Part, joined
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE, write_manifest
-from fourfold.checkpoint.rendezvous import ALONE, RankGroup, SaveRendezvous, silent
-from fourfold.checkpoint.streams import BEAT_SECONDS, Beat, Outgoing
+from fourfold.checkpoint.rendezvous import ALONE, Beat, RankGroup, SaveRendezvous, silent
+from fourfold.checkpoint.streams import BEAT_SECONDS, Outgoing
 from fourfold.checkpoint.tensor_files import check_writable, sources_of, write_shards
 from fourfold.errors import CheckpointError
 from fourfold.shards import Shard, Tensors, as_shards
@@ -44,7 +47,7 @@ def save(
     step: int,
     tensors: Tensors,
     state: dict[str, Any],
-    keep_last: int = 3,
+    keep_last: int | Retention = 3,
     ranks: RankGroup = ALONE,
 ) -> Path:
     """Commit `output_dir/step_N` and return it; the `keep_last` newest are kept (0: all).
@@ -60,7 +63,8 @@ def save(
     shards = as_shards(tensors)
     check_writable(shards)
     state_bytes = encode_json(state, MAX_STATE_BYTES, STATE)
-    return _Save(Path(output_dir), step, shards, state_bytes, keep_last, ranks).begun().run()
+    place, keep = storage.local_path(output_dir), _retention(keep_last)
+    return _Save(place, step, shards, state_bytes, keep, ranks).begun().run()
 
 
 def begin_save(
@@ -68,7 +72,7 @@ def begin_save(
     step: int,
     tensors: Tensors,
     state: dict[str, Any],
-    keep_last: int = 3,
+    keep_last: int | Retention = 3,
     ranks: RankGroup = ALONE,
     in_place: bool = False,
 ) -> PendingSave:
@@ -83,19 +87,29 @@ def begin_save(
     # A working thread says nothing about the rank being alive, until somebody waits for it.
     moved = threading.Event()
     quiet = replace(ranks, beat=moved.set)
-    work = _Save(Path(output_dir), step, shards, state_bytes, keep_last, quiet).begun()
+    place, keep = storage.local_path(output_dir), _retention(keep_last)
+    work = _Save(place, step, shards, state_bytes, keep, quiet).begun()
     for name, source in work.sources.items():
         if not in_place or not shards[name].local.is_cpu:
             source.settle()
-    return PendingSave(work.run, moved, work.sources)
+    return PendingSave(work.run, moved, work.sources, work.written)
+
+
+def _retention(keep: int | Retention) -> Retention:
+    return Retention(keep) if isinstance(keep, int) else keep
 
 
 class PendingSave:
     """A save running in the background. A process that ends without `wait` abandons it."""
 
     def __init__(
-        self, work: Callable[[], Path], moved: threading.Event, sources: Mapping[str, Outgoing]
+        self,
+        work: Callable[[], Path],
+        moved: threading.Event,
+        sources: Mapping[str, Outgoing],
+        written: threading.Event | None = None,
     ) -> None:
+        self._written = threading.Event() if written is None else written
         self._moved = moved
         self._sources = sources
         self._path: Path | None = None
@@ -117,9 +131,19 @@ class PendingSave:
             for source in self._sources.values():
                 source.settle()
 
+    def wait_until_written(self, beat: Beat = silent) -> None:
+        """Return once this rank's files are complete, though not yet uploaded, or it failed."""
+        while not (self.done or self._written.wait(BEAT_SECONDS)):
+            beat()
+
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether this rank's work is done and nothing went wrong; of rank 0, it is committed."""
+        return self.done and self._error is None
 
     def wait(self, beat: Beat = silent) -> Path:
         """The checkpoint's path once this rank's work is done; raises what went wrong.
@@ -145,12 +169,14 @@ class _Save:
     step: int
     shards: Mapping[str, Shard]
     state_bytes: bytes
-    keep_last: int
+    keep: Retention
     ranks: RankGroup
     meeting: SaveRendezvous | None = None
+    # Set once everything of this rank is in its files, be they staged or where they belong.
+    written: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        assert self.step >= 0 and self.keep_last >= 0
+        assert self.step >= 0
 
     @cached_property
     def sources(self) -> dict[str, Outgoing]:
@@ -162,7 +188,7 @@ class _Save:
 
     def begun(self) -> _Save:
         """The save with a place to write to; what keeps rank 0 from that is raised on all ranks."""
-        meeting = SaveRendezvous(self.output_dir, self.step, self.ranks)
+        meeting = rendezvous_of(self.output_dir, self.step, self.ranks)
         needed = sum(map(int, self.ranks.gather(str(self._bytes_needed()))))
         problem = None
         try:
@@ -202,28 +228,30 @@ class _Save:
     def _lead(self, meeting: SaveRendezvous) -> None:
         try:
             if self.ranks.size == 1:
-                indices = joined({0: self._write_shards(meeting.directory)})
+                indices = joined({0: self._write_shards(meeting)})
             else:
-                indices = meeting.close(*self._part(meeting.directory))
+                indices = meeting.close(*self._part(meeting))
+            look(self.output_dir)
             serial = 1 + max((entry.serial for entry in history(self.output_dir)), default=0)
             write_manifest(meeting.directory, self.step, serial, indices, self.state_bytes)
             sync_directory(meeting.directory)
             self.ranks.may_commit()
-            commit(meeting.directory, self.target)
+            meeting.commit(self.target)
         finally:
             meeting.abandon()
         try:
             point_latest(self.target)
             tidy(self.output_dir)
-            retire(self.output_dir, self.keep_last)
+            retire(self.output_dir, self.keep)
         except OSError as error:
             # The checkpoint is safe; only what comes after it failed.
-            log.warning("%s is saved, but tidying up after it failed: %s", self.target, error)
+            saved = storage.name_of(self.target)
+            log.warning("%s is saved, but tidying up after it failed: %s", saved, error)
 
     def _take_part(self, meeting: SaveRendezvous) -> None:
         meeting.join()
         try:
-            part, problem = self._part(meeting.directory)
+            part, problem = self._part(meeting)
             if part is None:
                 raise CheckpointError(problem)
             meeting.report(part)
@@ -252,20 +280,28 @@ class _Save:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _part(self, directory: Path) -> tuple[Part | None, str]:
+    def _part(self, meeting: SaveRendezvous) -> tuple[Part | None, str]:
         """Write this rank's pieces; returns what to record about them, or why there is nothing."""
         try:
-            return self._write_shards(directory), ""
+            return self._write_shards(meeting), ""
         except (OSError, CheckpointError) as error:
-            self._discard(directory)
+            self._discard(meeting.directory)
             where = f" (on {socket.gethostname()})" if self.ranks.size > 1 else ""
             return None, f"{self._reason(error)}{where}"
 
-    def _write_shards(self, directory: Path) -> Part:
-        return write_shards(directory, self.shards, self._label(), self.ranks.beat, self.sources)
+    def _write_shards(self, meeting: SaveRendezvous) -> Part:
+        told = (self._label(), self.ranks.beat, self.sources)
+        start = time.perf_counter()
+        part = write_shards(meeting.directory, self.shards, *told)
+        write_times.add(time.perf_counter() - start)
+        self.written.set()
+        meeting.deliver(part)
+        return part
 
     def _label(self) -> str:
-        return f"rank{self.ranks.rank:05d}-" if self.ranks.size > 1 else ""
+        assert self.meeting is not None
+        rank = f"rank{self.ranks.rank:05d}-" if self.ranks.size > 1 else ""
+        return self.meeting.label + rank
 
     def _bytes_needed(self) -> int:
         """Disk space this rank's part takes, rounded up."""
@@ -280,5 +316,6 @@ class _Save:
 
     def _failure(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"cannot save checkpoint {self.target}: {reason}. Earlier checkpoints are untouched"
+            f"cannot save checkpoint {storage.name_of(self.target)}: {reason}. Earlier "
+            "checkpoints are untouched"
         )

@@ -31,7 +31,7 @@ VERBS = {
     "layout": "layout",
     "plan": "plan",
     "rehearse": "rehearse",
-    "doctor": "plan",
+    "doctor": "doctor",
     "submit": "submit",
     "accept": "accept",
     "mup": "mup",

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.storage import address_of, local_path, name_of
+
 if TYPE_CHECKING:
     from fourfold.checkpoint.manifest import Manifest
 
 app = typer.Typer(help="Inspect, verify and merge checkpoints.", no_args_is_help=True)
 
-CheckpointPath = Annotated[Path, typer.Argument(help="An output directory, or one step_N in it.")]
+CheckpointPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLACE",
+        parser=local_path,
+        help="An output directory, or one step_N in it: a path or an address (s3://bucket/run).",
+    ),
+]
 
 LARGEST_SHOWN = 5
 PARAMETERS, AVERAGES = "model.", "ema."
@@ -29,7 +38,7 @@ def inspect(place: CheckpointPath) -> None:
     if len(found) == 1:
         _describe(found[0])
     else:
-        print(f"{place}: {len(found)} checkpoints, the last one saved first")
+        print(f"{name_of(place)}: {len(found)} checkpoints, the last one saved first")
         for directory in found:
             print(f"  {_line(directory)}")
 
@@ -47,11 +56,14 @@ def verify(place: CheckpointPath) -> None:
         for problem in problems:
             print(f"problem: {_printable(problem)}")
         if problems:
-            print(f"{directory}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+            print(
+                f"{name_of(directory)}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+            )
         else:
             manifest = read_manifest(directory)
             print(
-                f"{directory}: good: {len(manifest.files)} files, {len(manifest.tensors)} tensors, "
+                f"{name_of(directory)}: good: {len(manifest.files)} files, "
+                f"{len(manifest.tensors)} tensors, "
                 f"{_readable(manifest.size())}"
             )
         bad = bad or bool(problems)
@@ -62,9 +74,17 @@ def verify(place: CheckpointPath) -> None:
 @app.command()
 def merge(
     source: Annotated[
-        Path, typer.Argument(help="A step_N directory, or an output directory for its newest.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            parser=local_path,
+            help="A step_N directory, or an output directory for its newest.",
+        ),
     ],
-    target: Annotated[Path, typer.Argument(help="The new directory to write.")],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", parser=local_path, help="The new directory to write."),
+    ],
     prefix: Annotated[
         str,
         typer.Option(help='Only tensors whose names start with this; "model." for the weights.'),
@@ -82,19 +102,23 @@ def merge(
     from fourfold.checkpoint.manifest import read_manifest
     from fourfold.errors import UserError
 
+    if address_of(target) is not None:
+        raise UserError(
+            f"{name_of(target)}: merge writes to a directory here; copy it there afterwards"
+        )
     chosen, becomes = named_by_user(source)[0], None
     if ema:
         if prefix:
             raise UserError(f"--ema and --prefix {prefix} both say what to write; leave one out")
         if not any(name.startswith(AVERAGES) for name in read_manifest(chosen).tensors):
             raise UserError(
-                f"{chosen} has no average of the weights; its run was not started with "
+                f"{name_of(chosen)} has no average of the weights; its run was not started with "
                 "Optimizer.ema_decay"
             )
         prefix, becomes = AVERAGES, PARAMETERS
     manifest = read_manifest(checkpoint.merge(chosen, target, prefix, becomes))
     print(
-        f"{target}: {len(manifest.tensors)} tensors of {chosen}, whole, in "
+        f"{target}: {len(manifest.tensors)} tensors of {name_of(chosen)}, whole, in "
         f"{len(manifest.shards())} files, {_readable(manifest.size())}"
     )
 
@@ -131,7 +155,7 @@ def _describe(directory: Path) -> None:
         "samples": f"{state.get('consumed_samples', '?')} consumed",
         "tokenizer": state.get("tokenizer") or "not known",
     }
-    print(_printable(str(directory)))
+    print(_printable(name_of(directory)))
     for title, text in rows.items():
         print(f"  {title:<11} {_printable(str(text))}")
     largest = sorted(manifest.tensors.items(), key=lambda item: -item[1].nbytes())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold import storage
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import DataError, UserError
 
@@ -80,7 +81,7 @@ def generate(
 def _generate_in_processes(config: Config, prompts: list[str], nproc: int) -> int:
     from fourfold.launch.supervisor import supervise
 
-    log_dir = Path(config.Engine.save_load.output_dir) / "logs" / "generate"
+    log_dir = storage.local_path(config.Engine.save_load.output_dir) / "logs" / "generate"
     return supervise(_as_rank(config, prompts, nproc), nproc, log_dir)
 
 

@@ -9,9 +9,18 @@ from typing import Annotated
 import typer
 
 from fourfold.errors import UserError
+from fourfold.storage import local_path
 
+# A path or an address, which becomes the path that stands for it.
 ConfigFile = Annotated[
-    Path, typer.Option("-c", "--config", help="The YAML file that describes the run.")
+    Path,
+    typer.Option(
+        "-c",
+        "--config",
+        metavar="PATH",
+        parser=local_path,
+        help="The YAML file that describes the run.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

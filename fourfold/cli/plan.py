@@ -1,4 +1,4 @@
-"""`fourfold plan` and `fourfold doctor`."""
+"""`fourfold plan`."""
 
 from __future__ import annotations
 
@@ -164,31 +164,6 @@ def _mode_of(context: typer.Context) -> str | None:
         rows = {"top"} if given["plot"] is None else set()
         refuse_all_but(context, PLANNED - {"as_json"} - rows, "with --explain")
     return None
-
-
-def doctor(
-    nproc: Annotated[
-        int, typer.Option(min=1, max=64, help="Processes between which to time collectives.")
-    ] = 1,
-    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = CLUSTER_FILE,
-    force: Force = False,
-    seconds: Annotated[
-        float, typer.Option(min=0.05, max=60, help="How long to spend on each measurement.")
-    ] = 0.3,
-    directory: Annotated[
-        Path, typer.Option(help="Where checkpoints will go: its disk is timed.")
-    ] = Path("."),
-) -> None:
-    """Measure this machine (products, memory, disk, collectives) and write a cluster.yaml."""
-    from fourfold.plan.cluster import save_cluster
-    from fourfold.plan.doctor import examine
-
-    check_new(out, "--out", force)
-    findings = examine(nproc, seconds, directory)
-    for line in findings.lines:
-        print(line)
-    save_cluster(findings.cluster, out, "Measured by `fourfold doctor`.")
-    print(f"written: {out}; use it with `fourfold plan --cluster {out}`")
 
 
 def _make_plan(

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.options import Overrides
+from fourfold.cli.options import Overrides, refuse_several_processes
 
 if TYPE_CHECKING:
     from fourfold.config import Config
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The output directory of a run.")]
 Processes = Annotated[
@@ -52,8 +53,8 @@ def replay(
 
     history = RunHistory(run)
     asked = Replay(history, step, per_sample=per_sample, tokenizer=tokenizer)
-    with scratch_directory() as scratch:
-        size, alone = _world(nproc, asked.segment.layout.world_size)
+    size, alone = _world(nproc, asked.segment.layout.world_size)
+    with scratch_directory(None if alone else _meeting(run, step)) as scratch:
         config = asked.segment.config(scratch, override or [], size)
         asked.open_foreign = _foreign(config)
         facts = history.facts(step)
@@ -85,6 +86,7 @@ def prove(
     from fourfold.errors import UserError
     from fourfold.question.prove import Proof, proof_lines
 
+    refuse_several_processes("prove")
     if every and sample is not None:
         raise UserError(f"--all recomputes every step, --sample {sample} some; give one of the two")
     proof = Proof(run, override or [], nproc)
@@ -105,6 +107,13 @@ def _world(nproc: int | None, of_run: int) -> tuple[int, bool]:
         return nproc, True
     launcher = join_launcher(os.environ)
     return (of_run, True) if launcher is None else (launcher.world_size, False)
+
+
+def _meeting(run: Path, step: int) -> str:
+    """A name that all ranks of a launcher come to, and those of another start do not."""
+    start = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+    told = [str(run.resolve()), str(step), os.environ.get("MASTER_PORT", ""), *start]
+    return f"fourfold-question-{sha256(' '.join(told).encode()).hexdigest()[:16]}"
 
 
 def _foreign(config: Config) -> OpenForeign:

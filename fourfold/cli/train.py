@@ -6,14 +6,15 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from fourfold import storage
 from fourfold.cli.options import ConfigFile, Overrides
 from fourfold.errors import UserError, say
 from fourfold.processors import threads_of_rank
@@ -116,7 +117,7 @@ def train(
         nproc, started = _announced_machines(nproc)
         if started is not None:
             nnodes, node_rank, master = started.nnodes, started.node_rank, started.master
-    _refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
+    refuse_what_would_be_ignored(nproc, max_restarts, hang_seconds, nnodes, node_rank, master)
     run = TrainRun(config, override or [], auto, cluster, stopped_code=stopped_exit_code)
     if nnodes is None:
         if lost_seconds is not None:
@@ -128,8 +129,7 @@ def train(
     machines = read_machines(nnodes, node_rank, master)
     if max_restarts is None:
         max_restarts = ELASTIC_RESTARTS if machines.elastic else 0
-    code = _train_on_machines(run, machines, nproc, max_restarts, hang_seconds, lost_seconds)
-    raise typer.Exit(code)
+    _train_on_machines(run, machines, nproc, max_restarts, hang_seconds, lost_seconds)
 
 
 def _announced_machines(nproc: int | None) -> tuple[int | None, MachineStart | None]:
@@ -209,7 +209,7 @@ class TrainRun:
             limits = (max_restarts, hang_seconds, self.stopped_code)
             code = _fit_in_processes(config, expected, nproc, limits, save)
             return FinishedRun(code, config, nproc)
-        world_size = _join_others()
+        world_size = join_others()
         config, expected = self.resolve(world_size if world_size > 1 else None)
         with _without_garbage():
             from fourfold.engine import build_engine
@@ -222,7 +222,7 @@ class TrainRun:
         return FinishedRun(self.stopped_code if stopped else 0, config, world_size)
 
 
-def _join_others() -> int:
+def join_others() -> int:
     """Join the processes that a launcher started; returns how many there are."""
     from fourfold.launch.launchers import join_launcher
 
@@ -254,7 +254,7 @@ def _fit_in_processes(
 
         preload(layout_of(config))
     foreign = partial(_open_foreign, config)
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     # Held over restarts, and by all ranks, since it is inherited.
     held = claim(output_dir)
     if hang_seconds is None:
@@ -321,8 +321,8 @@ def _train_on_machines(
     max_restarts: int,
     hang_seconds: float | None,
     lost_seconds: float | None,
-) -> int:
-    """This machine's part of a run over several; the exit code."""
+) -> NoReturn:
+    """This machine's part of a run over several; ends this process with its exit code."""
     from fourfold.launch.launchers import refuse_inside_launcher
 
     refuse_inside_launcher(os.environ, "--nnodes", on_every_machine=True)
@@ -332,12 +332,12 @@ def _train_on_machines(
     take_turns = config.Distributed.pp_degree > 1 and _threads_sleep_while_they_wait()
     with _without_garbage():
         from fourfold.engine import build_engine
-        from fourfold.launch.agent import Limits, run_agent
+        from fourfold.launch.agent import WatchLimits, run_agent
         from fourfold.launch.supervisor import Restarts
         from fourfold.parallel import layout_of, preload
 
         preload(layout_of(config))
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     patience = config.Distributed.timeout_seconds
     if lost_seconds is None:
         lost_seconds = min(ELASTIC_LOST_SECONDS, patience) if machines.elastic else patience
@@ -355,21 +355,26 @@ def _train_on_machines(
         foreign = partial(_open_foreign, config)
         return lambda: build_engine(config, world_size, expected, foreign).fit()
 
-    return run_agent(
+    code = run_agent(
         machines,
         nproc,
         plan,
         output_dir / "logs",
-        Limits(hang_seconds, lost_seconds, hang_seconds),
+        WatchLimits(hang_seconds, lost_seconds, hang_seconds),
         Restarts(max_restarts, FIRST_PAUSE_SECONDS, lambda: _saved_step(output_dir)),
         stopped_code=run.stopped_code,
         threads=threads_of_rank(nproc, take_turns=take_turns),
         echo=partial(say, stream=sys.stdout),
         tell=partial(say, stream=sys.stderr),
     )
+    with suppress(OSError):
+        sys.stdout.flush()
+    # A thread may still wait for an answer of a machine that is gone, and torch aborts a process
+    # that ends in an orderly way meanwhile.
+    os._exit(code)
 
 
-def _refuse_what_would_be_ignored(
+def refuse_what_would_be_ignored(
     nproc: int | None,
     max_restarts: int | None,
     hang_seconds: float | None,

@@ -83,6 +83,10 @@ class LeftOut:
             position += stop - first
         return position
 
+    def end_of(self, count: int) -> int:
+        """The number after the last of the first `count` samples read."""
+        return self.sample_at(count - 1) + 1 if count > 0 else 0
+
     def samples_at(self, positions: range) -> Sequence[int]:
         """Those read after so many others."""
         if not self.ranges or self.ranges[0][0] >= positions.stop:

@@ -212,5 +212,5 @@ class ModelSection(Section):
     loss_chunk_tokens: Count | None = key(
         None,
         "Tokens whose logits exist at one time while the loss is computed; bounds its memory. Null "
-        "is 1024 on a CPU and 4096 on a GPU.",
+        "is 4096 on a GPU; on a CPU 512, or 1024 in bfloat16 and float16.",
     )

@@ -108,12 +108,26 @@ class SaveLoadSection(Section):
         1000, "Write a checkpoint every this many steps; 0 or -1 only at the end of the run."
     )
     output_dir: str = key(
-        "./output", "Run directory: checkpoints step_N, logs and metrics are written here."
+        "./output",
+        "Run directory: checkpoints step_N, logs and metrics are written here. An address "
+        "(s3://bucket/run) is written to from a local copy, while training continues.",
     )
     ckpt_dir: str | None = key(
-        None, "Checkpoint to start from: a step_N directory, an output directory, or latest."
+        None,
+        "Checkpoint to start from: a step_N directory, an output directory, or latest; a path or "
+        "an address (s3://bucket/run/step_1000).",
     )
     keep_last: CountOrZero = key(3, "How many of the newest checkpoints to keep; 0 keeps all.")
+    keep_every_n_steps: CountOrZero = key(
+        0,
+        "Beside the newest, keep the checkpoints whose step is a multiple of this for good; 0 "
+        "keeps none for its step.",
+    )
+    keep_every_hours: Annotated[float, Number, Ge(0), Le(LARGEST)] = key(
+        0.0,
+        "Beside the newest, keep for good the first checkpoint and each that was saved at least "
+        "this many hours after the last one kept so; 0 keeps none for its time.",
+    )
     async_save: bool = key(
         False,
         "Write checkpoints in the background: the state is copied to host memory and training "
@@ -220,6 +234,12 @@ class EngineSection(Section):
         0,
         "Every this many steps, compare bit by bit what several ranks must hold identically; 0 "
         "only after loading a checkpoint.",
+    )
+    preflight: Literal["none", "short", "full"] = key(
+        "short",
+        "With several processes, measure every rank, link and disk before the first step, compare "
+        "versions and data, and name what is slow or differs: short in a second or two, full with "
+        "every pair of machines, none not at all.",
     )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(
@@ -340,6 +360,11 @@ class DatasetSection(Section):
         None,
         "Directory of the sample index caches. Null keeps them beside the data, or in the user's "
         "cache directory where that cannot be written.",
+    )
+    block_cache_gb: Annotated[float, Number, Gt(0), Le(LARGEST)] = key(
+        20.0,
+        "Space in the user's cache directory, in GB, for blocks of token files that are read from "
+        "an address (s3://bucket/data); those used least recently make room.",
     )
     allow_tokenizer_mismatch: bool = key(
         False,

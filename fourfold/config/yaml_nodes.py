@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from fourfold import storage
 from fourfold.errors import ConfigError
 
 
@@ -290,8 +291,10 @@ def _indentation_hint(text: str, line: int) -> str:
 
 
 def read_tree(path: str | Path) -> Tree:
-    """The entries of a file on top of those of its `_base_`."""
-    return _read_inherited(Path(path), str(path), ())
+    """The entries of a file, here or at an address, on top of those of its `_base_`."""
+    file = storage.local_path(path)
+    name = str(path) if storage.address_of(file) is None else storage.name_of(file)
+    return _read_inherited(file, name, ())
 
 
 def _read_inherited(path: Path, name: str, followed: tuple[Path, ...]) -> Tree:
@@ -313,14 +316,21 @@ def _read_inherited(path: Path, name: str, followed: tuple[Path, ...]) -> Tree:
         return merge({}, tree)
     if not isinstance(base.value, str):
         raise ConfigError([f"{base.source}: _base_={base.value!r}: give the path of one file"])
-    base_path = path.parent / base.value
-    if not base_path.is_file():
+    is_address = storage.is_address(base.value)
+    base_path = storage.local_path(base.value) if is_address else path.parent / base.value
+    name = storage.name_of(base_path)
+    if not base_path.is_file() and name == str(base_path):
         raise ConfigError([f"{base.source}: _base_={base.value!r}: no file {base_path}"])
-    return merge(_read_inherited(base_path, str(base_path), (*followed, identity)), tree)
+    return merge(_read_inherited(base_path, name, (*followed, identity)), tree)
 
 
 def _read_text(path: Path, name: str) -> str:
+    address = storage.address_of(path)
     try:
+        if address is not None:
+            # Small, and asked for once: always as it is now.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(storage.read(address, 0, LARGEST_FILE_BYTES + 1))
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:

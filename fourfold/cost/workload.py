@@ -360,7 +360,7 @@ def software_of(config: Config, *, on_cpu: bool) -> Software:
         # A processor's masks are numbers to multiply with.
         mask_bytes=(2 if low else 4) if on_cpu else 1,
         logit_bytes=_logit_bytes(config, low=low, kernels=kernels),
-        logit_tokens=model.loss_chunk_tokens or default_chunk_tokens(on_cpu=on_cpu),
+        logit_tokens=model.loss_chunk_tokens or default_chunk_tokens(on_cpu=on_cpu, low=low),
         # A processor that moves messages does not compute meanwhile.
         overlap=0.0 if on_cpu else 1.0,
         fused=compiled,

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.data import cache
+from fourfold.data.npy import RemoteArray
 from fourfold.errors import DataError
 
 BLOCK = 1 << 22
@@ -132,19 +133,19 @@ class TokenDataset:
     def __init__(
         self,
         path: Path,
-        ids: np.ndarray,
+        ids: np.ndarray | RemoteArray,
         sizes: np.ndarray,
         starts: np.ndarray,
         start_unit: int = 1,
     ) -> None:
         assert len(sizes) == len(starts)
         self.path = path
-        self.ids = ids
+        self._ids = ids
         self.sizes = sizes
         self._starts = starts
         self._start_unit = start_unit
         self.cache_dir: str | Path | None = None
-        self._mapping = mapping_of(ids)
+        self._mapping = mapping_of(ids) if isinstance(ids, np.ndarray) else None
 
     def __repr__(self) -> str:
         return f"TokenDataset({self.path}: {len(self)} documents, {self.num_tokens} tokens)"
@@ -154,11 +155,44 @@ class TokenDataset:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.ids.dtype
+        return self._ids.dtype
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids)
+        return len(self._ids)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its tokens are at an address, and fetched when they are read."""
+        return isinstance(self._ids, RemoteArray)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All tokens; a view where the file is here, read into memory where it is not."""
+        return self.between(0, self.num_tokens)
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start..stop of `ids`, as a view where the file is here."""
+        if isinstance(self._ids, RemoteArray):
+            return self._ids.read(start, min(stop, self.num_tokens))
+        return self._ids[start:stop]
+
+    def blocks_from(self, start: int, stop: int | None = None) -> Iterator[np.ndarray]:
+        """Tokens start..stop in blocks, for one reading."""
+        stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
+        if isinstance(self._ids, RemoteArray):
+            for begin in range(start, stop, BLOCK):
+                yield self.between(begin, min(begin + BLOCK, stop))
+        else:
+            yield from passing_blocks(self._ids[start:stop])
+
+    @property
+    def file_status(self) -> storage.Object:
+        """Size and time of the file of its ids."""
+        known = storage.status(self.path)
+        if known is None:
+            raise DataError(f"{storage.name_of(self.path)}: is gone")
+        return known
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """A view of tokens start..stop of one document (to its end by default)."""
@@ -167,7 +201,7 @@ class TokenDataset:
         assert 0 <= start <= stop <= size, (document, start, stop, size)
         first = int(self._starts[document]) // self._start_unit
         self._read_ahead(first + start, first + stop)
-        return self.ids[first + start : first + stop]
+        return self.between(first + start, first + stop)
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
         """Where documents begin in `ids`, int64."""
@@ -230,7 +264,7 @@ class TokenDataset:
             "documents": len(self),
             "dtype": self.dtype.name,
         }
-        return sizes.get(ending) == self.path.stat().st_size and all(
+        return sizes.get(ending) == self.file_status.size and all(
             manifest.get(key) == value for key, value in counts.items()
         )
 
@@ -262,8 +296,8 @@ class TokenDataset:
     def _files_key(self) -> str:
         prefix = prefix_of(self.path)
         index = [file for form in FORMATS for file in files_of(prefix, form)[1:]]
-        status = [file.stat() for file in [*index, self.path] if file.is_file()]
-        marks = [(each.st_size, each.st_mtime_ns) for each in status]
+        status = [storage.status(file) for file in [*index, self.path]]
+        marks = [(each.size, each.changed_ns) for each in status if each is not None]
         return cache.key_of({"what": "fingerprint", "file": self.path.name, "status": marks})
 
     def _hashed(self) -> str:
@@ -278,7 +312,7 @@ class TokenDataset:
         for start in self._fingerprint_starts():
             stop = min(int(start) + FINGERPRINT_BLOCK_TOKENS, self.num_tokens)
             self._read_ahead(int(start), stop)
-            digest.update(np.ascontiguousarray(self.ids[start:stop], little_endian).data)
+            digest.update(np.ascontiguousarray(self.between(start, stop), little_endian).data)
         return digest.hexdigest()
 
     def _fingerprint_starts(self) -> np.ndarray:
@@ -319,7 +353,7 @@ class TokenDataset:
             )
 
     def _cached_id_range(self) -> tuple[int, int]:
-        content = {"content": self.fingerprint, "time": self.path.stat().st_mtime_ns}
+        content = {"content": self.fingerprint, "time": self.file_status.changed_ns}
         key = cache.key_of({"what": "id range", **content})
         stored = _range_of(cache.read_record(self.places, key))
         if stored is not None:
@@ -347,7 +381,7 @@ class TokenDataset:
         """The smallest id or 0, and the largest, from token `begin` on and of those before."""
         smallest, largest = known
         kept = time.monotonic()
-        for block in blocks(self.ids[begin:]):
+        for block in self.blocks_from(begin):
             smallest = min(smallest, int(block.min()))
             largest = max(largest, int(block.max()))
             begin += len(block)

@@ -30,7 +30,7 @@ import numpy as np
 
 from fourfold import heartbeat
 from fourfold.data import cache
-from fourfold.data.datasets import TokenDataset, passing_blocks
+from fourfold.data.datasets import TokenDataset
 from fourfold.errors import DataError
 
 ORDERS = ("megatron", "fleetx", "elastic")
@@ -279,7 +279,7 @@ class EndPositions:
         self._datasets = datasets
         self._found = found
         self._first_documents = np.cumsum([0, *map(len, datasets)])
-        self.times = [dataset.path.stat().st_mtime_ns for dataset in datasets]
+        self.times = [dataset.file_status.changed_ns for dataset in datasets]
 
     def in_documents(self, documents: np.ndarray) -> np.ndarray:
         """How many each of these documents holds."""
@@ -346,7 +346,7 @@ def _find_in_stripe(dataset: TokenDataset, token: int, start: int) -> np.ndarray
         {
             "what": "positions of a token",
             "content": dataset.fingerprint,
-            "time": dataset.path.stat().st_mtime_ns,
+            "time": dataset.file_status.changed_ns,
             "token": token,
             "start": start,
             "tokens": STRIPE_TOKENS,
@@ -357,7 +357,7 @@ def _find_in_stripe(dataset: TokenDataset, token: int, start: int) -> np.ndarray
 
     def build() -> cache.Arrays:
         positions, begin = [np.empty(0, np.int64)], start
-        for block in passing_blocks(dataset.ids[start : start + STRIPE_TOKENS]):
+        for block in dataset.blocks_from(start, start + STRIPE_TOKENS):
             positions.append(np.flatnonzero(block == token) + begin)
             begin += len(block)
             heartbeat.alive()

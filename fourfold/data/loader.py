@@ -32,6 +32,9 @@ from fourfold.errors import DataError
 if TYPE_CHECKING:
     import torch
 
+# Samples of a batch whose tokens are fetched at the same time.
+REMOTE_READS = 16
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -165,8 +168,13 @@ class Loader:
         first = self._rank * local_batch_size
         local_ids = global_ids[first : first + local_batch_size]
         rows = np.empty((len(local_ids), length + 1), np.int64)  # (B, T+1)
-        for row, sample in zip(rows, local_ids):
-            samples.read(int(sample), row)
+        if samples.is_remote:
+            # A store answers late, but many at once.
+            with ThreadPoolExecutor(REMOTE_READS, "fourfold-remote") as readers:
+                list(readers.map(samples.read, map(int, local_ids), rows))
+        else:
+            for row, sample in zip(rows, local_ids):
+                samples.read(int(sample), row)
         self._check_vocabulary(rows, local_ids)
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each
         ends = tokens == self._eos_token_id  # (B, T), nowhere if that is not known

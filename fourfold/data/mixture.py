@@ -77,6 +77,7 @@ class Mixture:
         self.fingerprint = fingerprint
         self.progress = progress
         self.seq_len = members[0].seq_len
+        self.is_remote = any(member.is_remote for member in members)
         self.name = f"mixture of {', '.join(source.name for source in sources)}"
         self.tokens_per_epoch = sum(member.tokens_per_epoch for member in members)
         self._source_index = blend["source_index"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.errors import DataError
 
 MAGIC = b"\x93NUMPY"
@@ -65,20 +65,58 @@ def map_npy(path: Path) -> np.ndarray:
     return decode_npy(map_bytes(path), str(path))
 
 
+class RemoteArray:
+    """A one-dimensional array in a file at an address, of which parts are read."""
+
+    def __init__(self, file: storage.BlockedFile, dtype: np.dtype, start: int, count: int) -> None:
+        self.dtype = dtype
+        self._file = file
+        self._start = start
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        content = self._file.read(self._start + start * size, self._start + stop * size)
+        return np.frombuffer(content, self.dtype)
+
+
+def open_ids(path: Path, dtype: np.dtype | None = None) -> np.ndarray | RemoteArray:
+    """The integers of a file from its first byte on, or without a `dtype` those of a `.npy` file:
+    mapped where the file is here, read block by block where it is at an address."""
+    if storage.address_of(path) is None:
+        return map_npy(path) if dtype is None else map_bytes(path).view(dtype)
+    file, start = storage.open_blocks(path), 0
+    if dtype is None:
+        head = np.frombuffer(file.read(0, min(12 + MAX_HEADER_BYTES, file.size)), np.uint8)
+        dtype, start, count = _described(head, file.size, storage.name_of(path))
+    else:
+        count = file.size // dtype.itemsize
+    return RemoteArray(file, dtype, start, count)
+
+
 def decode_npy(content: np.ndarray, name: str) -> np.ndarray:
     """View the bytes of a `.npy` file, or of a zip member holding one, as its array."""
+    dtype, start, _ = _described(content, len(content), name)
+    return content[start:].view(dtype)
+
+
+def _described(content: np.ndarray, num_bytes: int, name: str) -> tuple[np.dtype, int, int]:
+    """Type, first byte and length of the array in a file of `num_bytes` that begins so."""
     header, start = _header_text(content, name)
     match = HEADER.fullmatch(header)
     if match is None:
         raise DataError(f"{name}: the .npy header {header[:80]!r} is malformed; write it again")
     dtype = _integer_dtype(match["descr"], name)
     (count,) = _shape(match["shape"], name)
-    if start + count * dtype.itemsize != len(content):
+    if start + count * dtype.itemsize != num_bytes:
         raise DataError(
             f"{name}: shape ({count},) of {dtype} needs {start + count * dtype.itemsize} bytes, "
-            f"the file has {len(content)}; it is truncated or damaged, copy or write it again"
+            f"the file has {num_bytes}; it is truncated or damaged, copy or write it again"
         )
-    return content[start:].view(dtype)
+    return dtype, start, count
 
 
 def _header_text(content: np.ndarray, name: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.data import cache
 from fourfold.data.datasets import (
     FORMATS,
@@ -28,10 +28,13 @@ from fourfold.data.datasets import (
     prefix_of,
     read_manifest,
 )
-from fourfold.data.npy import NpzFile, map_bytes, map_npy
+from fourfold.data.npy import NpzFile, map_bytes, open_ids
 from fourfold.errors import DataError
 
 _FILES = [" + ".join(f"<name>{ending}" for ending in form.endings) for form in FORMATS.values()]
+# Of a dataset at an address: what is copied whole, and what is not.
+COPIED = (".idx", ".npz", ".json", "merges.txt", ".model", ".tiktoken")
+READ_IN_BLOCKS = (".bin", "_ids.npy")
 EXPECTED = f"expected {', '.join(_FILES[:-1])} or {_FILES[-1]}"
 
 
@@ -43,16 +46,16 @@ def open_datasets(input_dir: str | Path | Sequence[str | Path]) -> list[TokenDat
 
     A string with blanks that is not itself a path is split into a list of paths.
     """
-    if isinstance(input_dir, str) and len(input_dir.split()) > 1 and not _exists(Path(input_dir)):
+    if isinstance(input_dir, str) and len(input_dir.split()) > 1 and not _exists(input_dir):
         input_dir = input_dir.split()
-        if not any(_exists(Path(piece)) for piece in input_dir):
+        if not any(_exists(piece) for piece in input_dir):
             raise DataError(
                 f"{' '.join(input_dir)}: no such directory or dataset, nor are its pieces any; "
                 f"{EXPECTED}. A mixture alternates weights and paths, as in '0.35 A 0.65 B'"
             )
     if isinstance(input_dir, (str, Path)):
-        return _open_one(Path(input_dir))
-    datasets = [dataset for path in input_dir for dataset in _open_one(Path(path))]
+        return _open_one(_located(input_dir))
+    datasets = [dataset for path in input_dir for dataset in _open_one(_located(path))]
     if not datasets:
         raise DataError(f"no dataset was named; {EXPECTED}")
     return datasets
@@ -95,11 +98,32 @@ def find_prefixes(path: Path) -> list[Path]:
     if path.name.endswith(".json") and read_manifest(path.with_suffix("")) is not None:
         prefix = path.with_suffix("")
     if not formats_at(prefix) and read_manifest(prefix) is None:
-        raise DataError(f"{path}: no such directory or dataset; {EXPECTED}")
+        raise DataError(f"{storage.name_of(path)}: no such directory or dataset; {EXPECTED}")
     return [prefix]
 
 
-def _exists(path: Path) -> bool:
+def _located(where: str | Path) -> Path:
+    """The path of what is named, with everything here that is not ids, if it is an address."""
+    path = storage.local_path(where)
+    address = storage.address_of(path)
+    if address is not None:
+        if storage.children(address):
+            storage.refresh(path, _is_copied)
+        else:
+            prefix = prefix_of(path).name
+            storage.refresh(path.parent, lambda name: name.startswith(prefix) and _is_copied(name))
+    return path
+
+
+def _is_copied(name: str) -> bool:
+    """The index of a dataset, its manifest and its tokenizer; ids are read block by block."""
+    return name.endswith(COPIED) and not name.endswith(READ_IN_BLOCKS)
+
+
+def _exists(where: str) -> bool:
+    if storage.is_address(where) and len(where.split()) > 1:
+        return False
+    path = _located(where)
     return path.is_dir() or bool(_formats_of(path) or _formats_of(prepared_name(path)))
 
 
@@ -111,22 +135,24 @@ def _open_one(path: Path) -> list[TokenDataset]:
         path = prepared_name(path)
         forms = _formats_of(path)
     if not forms:
-        raise DataError(f"{path}: no such directory or dataset; {EXPECTED}")
+        raise DataError(f"{storage.name_of(path)}: no such directory or dataset; {EXPECTED}")
     prefix = prefix_of(path)
     if len(forms) > 1:
-        raise DataError(f"{prefix}: exists in more than one format; name one of its files")
+        raise DataError(
+            f"{storage.name_of(prefix)}: exists in more than one format; name one of its files"
+        )
     return [READERS[forms.pop()](prefix)]
 
 
 def _formats_of(path: Path) -> set[str]:
     """The format a file name implies, or the formats for which a prefix has files."""
     for name, form in FORMATS.items():
-        if path.name.endswith(form.endings) and path.is_file():
+        if path.name.endswith(form.endings) and storage.status(path) is not None:
             return {name}
     return {
         name
         for name, form in FORMATS.items()
-        if any(path.with_name(path.name + mark).is_file() for mark in form.marks)
+        if any(storage.status(path.with_name(path.name + mark)) for mark in form.marks)
     }
 
 
@@ -136,11 +162,12 @@ def _open_directory(directory: Path) -> list[TokenDataset]:
         if file.name.endswith(MARKS):
             found.setdefault(prefix_of(file), set()).update(_formats_of(file))
     if not found:
-        raise DataError(f"{directory}: holds no dataset; {EXPECTED}")
+        raise DataError(f"{storage.name_of(directory)}: holds no dataset; {EXPECTED}")
     for prefix, forms in found.items():
         if len(forms) > 1:
             raise DataError(
-                f"{prefix}: exists in more than one format, its documents would count twice; "
+                f"{storage.name_of(prefix)}: exists in more than one format, its documents "
+                "would count twice; "
                 "move one away or name a file instead of the directory"
             )
     return [READERS[form](prefix) for prefix, (form,) in sorted(found.items())]
@@ -148,7 +175,10 @@ def _open_directory(directory: Path) -> list[TokenDataset]:
 
 def _files_in(directory: Path) -> list[Path]:
     try:
-        return [entry for entry in sorted(directory.iterdir()) if not entry.name.startswith(".")]
+        names = {entry.name for entry in directory.iterdir()}
+        if storage.address_of(directory) is not None:
+            names |= {*storage.noted(directory)}
+        return [directory / name for name in sorted(names) if not name.startswith(".")]
     except OSError as error:
         raise DataError(f"{directory}: cannot be listed ({error.strerror})") from error
 
@@ -201,14 +231,14 @@ def open_megatron(prefix: Path) -> TokenDataset:
         total = _check_sequences(sizes, pointers, dtype.itemsize, idx)
         _check_document_index(document_index, sequences, idx)
     _check_bin_size(bin_, total, sequences, dtype)
-    ids = map_bytes(bin_).view(dtype)
+    ids = open_ids(bin_, dtype)
     return TokenDataset(bin_, ids, sizes, pointers, start_unit=dtype.itemsize)
 
 
 def _check_pair(first: Path, second: Path) -> None:
     for file, other in ((first, second), (second, first)):
-        if not file.is_file():
-            raise DataError(f"{file}: missing; {other.name} needs it beside it")
+        if storage.status(file) is None:
+            raise DataError(f"{storage.name_of(file)}: missing; {other.name} needs it beside it")
 
 
 def _read_header(index: np.ndarray, idx: Path) -> tuple[np.dtype, int, int]:
@@ -277,7 +307,8 @@ def _check_document_index(document_index: np.ndarray, sequences: int, idx: Path)
 
 
 def _check_bin_size(bin_: Path, total: int, sequences: int, dtype: np.dtype) -> None:
-    num_bytes = bin_.stat().st_size
+    known = storage.status(bin_)
+    num_bytes = 0 if known is None else known.size
     if num_bytes == total * dtype.itemsize:
         return
     if num_bytes == (total + sequences) * dtype.itemsize:
@@ -303,7 +334,7 @@ def open_fleetx(prefix: Path) -> TokenDataset:
     """
     ids_file, idx_file = files_of(prefix, "fleetx")
     _check_pair(ids_file, idx_file)
-    ids = map_npy(ids_file)
+    ids = open_ids(ids_file)
     archive = NpzFile(idx_file)
     sizes = _checked_lens(archive.array("lens"), len(ids), idx_file)
     if "docs" in archive:

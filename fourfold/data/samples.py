@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold import storage
 from fourfold.config.recipe import Rounding, parse_split
 from fourfold.data import cache
 from fourfold.data.datasets import TokenDataset
@@ -175,7 +176,8 @@ class Samples:
         self.num_documents = stream.documents
         self.identity = stream.identity
         self.fingerprint = fingerprint
-        self.name = f"{stream.spec.part} part of {sources[0].path.parent}"
+        self.name = f"{stream.spec.part} part of {storage.name_of(sources[0].path.parent)}"
+        self.is_remote = any(source.is_remote for source in self.sources)
         self._num_samples = num_samples
         self._shards = shards
         self._first_documents = first_documents(sources)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fourfold import storage
 from fourfold.config import Config
 from fourfold.config.recipe import Recipe, parse_recipe
 from fourfold.data.datasets import TokenDataset
@@ -49,6 +50,7 @@ class SplitData:
 def open_splits(config: Config) -> dict[str, SplitData]:
     """Open the datasets of every part that has any. Reads no tokens and builds nothing."""
     dataset = config.Data.dataset
+    storage.limit_blocks(int(dataset.block_cache_gb * 1e9))
     num_samples = samples_of_run(config)
     opened: dict[str, list[TokenDataset]] = {}
     splits = {}

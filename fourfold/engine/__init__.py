@@ -16,15 +16,15 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.config import Config
 from fourfold.device import select_device, set_numerics
 from fourfold.engine.agreement import check_agreement, compare_hardware, facts_of
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
+from fourfold.engine.resuming import OpenForeign, check_foreign
 from fourfold.engine.run_data import open_run_data
-from fourfold.engine.saving import OpenForeign, check_foreign
 from fourfold.mesh import Mesh, connect
 from fourfold.optim import build_optimizer
 from fourfold.parallel import layout_of, parallelize
@@ -49,7 +49,7 @@ def build_engine(
     set_numerics(config.Engine.matmul_precision, config.Engine.deterministic)
     device = select_device(config.Global.device)
     if device.type == "cuda" and world_size > 1:
-        _record_flights(Path(config.Engine.save_load.output_dir))
+        _record_flights(storage.local_path(config.Engine.save_load.output_dir))
     mesh = connect(layout, device, config.Distributed.timeout_seconds)
     check_agreement(mesh, facts_of(config))
     # Rank 0 makes the index caches, the others then find them.
@@ -80,6 +80,6 @@ def _record_flights(output_dir: Path) -> None:
 def _claim(config: Config, mesh: Mesh) -> Claim | None:
     if mesh.rank > 0:
         return None
-    claimed = claim(Path(config.Engine.save_load.output_dir))
+    claimed = claim(storage.local_path(config.Engine.save_load.output_dir))
     claimed.keep()
     return claimed

@@ -11,6 +11,8 @@ it commits anything (`Claim.check`) and ends.
 
 On a file system without such locks the file is a lease. Its holder renews it every few seconds; it
 expires after `LEASE_SECONDS` without renewal, or at once if its process has ended on this machine.
+At an address the lease is an object, made by a conditional put where the store has one;
+a holder that finds another's name in it has lost it, and must not save any more.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import IO
 from weakref import WeakValueDictionary
 
+from fourfold import storage
 from fourfold.errors import RunError, UserError
 
 LOCK_FILE = ".lock"
@@ -72,23 +75,22 @@ class Claim:
         except FileNotFoundError:
             return  # removed by hand; whoever takes over leaves another one
         if not same:
-            owner = _read(self.path)
-            raise RunError(
-                f"{self.path.parent} was taken over by process {owner.get('pid')} on "
-                f"{owner.get('host')} (epoch {owner.get('epoch')}, since {owner.get('started')}) "
-                f"while {socket.gethostname()} was cut off; this process ends and writes nothing"
-            )
+            raise _taken_over(self.path, _read(self.path))
 
     def release(self) -> None:
         """Release it; if it was inherited, only for this process."""
         if not self.is_held:
             return
         self._released.set()
-        if self._process == os.getpid() and _read(self.path).get("token") == self._token:
+        if self._process == os.getpid():
             with suppress(OSError):
-                self.path.unlink()
+                self._remove_own()
         if self._file is not None:
             self._file.close()
+
+    def _remove_own(self) -> None:
+        if _read(self.path).get("token") == self._token:
+            self.path.unlink()
 
     def keep(self) -> None:
         """Renew a lease from now on. Not before processes are forked: it takes a thread."""
@@ -99,7 +101,40 @@ class Claim:
     def _renew(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
             with suppress(OSError):
-                os.utime(self.path)
+                self._touch()
+
+    def _touch(self) -> None:
+        os.utime(self.path)
+
+
+class StoreClaim(Claim):
+    """A lease that is an object at an address."""
+
+    def __init__(self, path: Path, address: str, token: str, owner: str) -> None:
+        super().__init__(path, None, token)
+        self._address = address
+        self._owner = owner
+        self._lost = False
+
+    def check(self) -> None:
+        self._lost = self._lost or self._is_anothers()
+        if self._lost:
+            raise _taken_over(self.path, _read_object(self._address))
+
+    def _is_anothers(self) -> bool:
+        try:
+            return _read_object(self._address).get("token") not in (None, self._token)
+        except storage.StorageError:
+            return False  # then nobody else can have it; a save will say more
+
+    def _remove_own(self) -> None:
+        if _read_object(self._address).get("token") == self._token:
+            storage.remove(self._address)
+
+    def _touch(self) -> None:
+        self._lost = self._lost or self._is_anothers()
+        if not self._lost:
+            storage.write(self._address, self._owner.encode())
 
 
 # What this process holds, or inherited from the one that forked it.
@@ -113,7 +148,15 @@ def claim(output_dir: Path) -> Claim:
         path = output_dir.resolve() / LOCK_FILE
         held = _held.get(path)
         if held is None or not held.is_held:
-            held = _held[path] = _lock(path) or _lease(path)
+            address = storage.address_of(path)
+            if address is None:
+                held = _held[path] = _lock(path) or _lease(path)
+            else:
+                held = _held[path] = _lease_object(path, address)
+    except storage.StorageError as error:
+        raise UserError(
+            f"{storage.name_of(output_dir)}: a run cannot write there. {error}"
+        ) from error
     except OSError as error:
         raise UserError(
             f"{output_dir}: a run cannot write there ({error.strerror or error}); choose another "
@@ -135,7 +178,7 @@ def _lock(path: Path) -> Claim | None:
         except FileNotFoundError:
             pass
         except BlockingIOError:
-            if _is_of_our_launch(path):
+            if _is_of_our_launch(_read(path)):
                 file.close()
                 return _take_over(path)
             if time.monotonic() > deadline:
@@ -148,7 +191,7 @@ def _lock(path: Path) -> Claim | None:
                 return None
             raise
         file.close()
-    token, owner = _introduction(_next_epoch(path))
+    token, owner = _introduction(_next_epoch(_read(path)))
     # On a full disk the lock is held all the same. Past the file's own buffer, which would try
     # again when it is closed.
     with suppress(OSError):
@@ -159,7 +202,7 @@ def _lock(path: Path) -> Claim | None:
 
 def _take_over(path: Path) -> Claim:
     """From a process of the same launch, which may not be reachable: by a file in its place."""
-    token, owner = _introduction(_next_epoch(path))
+    token, owner = _introduction(_next_epoch(_read(path)))
     aside = path.with_name(f"{LOCK_FILE}.{token}")
     file = aside.open("a+", encoding="utf-8")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,24 +211,32 @@ def _take_over(path: Path) -> Claim:
     return Claim(path, file, token)
 
 
-def _is_of_our_launch(path: Path) -> bool:
+def _taken_over(path: Path, owner: dict[str, object]) -> RunError:
+    return RunError(
+        f"{storage.name_of(path.parent)} was taken over by process {owner.get('pid')} on "
+        f"{owner.get('host')} (epoch {owner.get('epoch')}, since {owner.get('started')}) "
+        f"while {socket.gethostname()} was cut off; this process ends and writes nothing"
+    )
+
+
+def _is_of_our_launch(owner: dict[str, object]) -> bool:
     launch = os.environ.get(LAUNCH)
-    return launch is not None and _read(path).get("launch") == launch
+    return launch is not None and owner.get("launch") == launch
 
 
-def _next_epoch(path: Path) -> int:
-    epoch = _read(path).get("epoch")
+def _next_epoch(owner: dict[str, object]) -> int:
+    epoch = owner.get("epoch")
     return 1 + (epoch if isinstance(epoch, int) else 0)
 
 
 def _lease(path: Path) -> Claim:
     deadline = time.monotonic() + WAIT_SECONDS
-    token, owner = _introduction(_next_epoch(path))
+    token, owner = _introduction(_next_epoch(_read(path)))
     temporary = path.with_name(f"{LOCK_FILE}.{token}")
     try:
         while True:
             temporary.write_text(owner, encoding="utf-8")
-            if _is_of_our_launch(path) or _is_void(path, temporary.stat().st_mtime):
+            if _is_of_our_launch(_read(path)) or _is_void(path, temporary.stat().st_mtime):
                 break
             if time.monotonic() > deadline:
                 raise _refusal(path)
@@ -200,13 +251,48 @@ def _lease(path: Path) -> Claim:
     return Claim(path, None, token)
 
 
+def _lease_object(path: Path, address: str) -> Claim:
+    deadline = time.monotonic() + WAIT_SECONDS
+    before = _read_object(address)
+    token, owner = _introduction(_next_epoch(before))
+    while not storage.create(address, owner.encode()):
+        if _is_of_our_launch(before) or _is_void_object(address, token):
+            storage.write(address, owner.encode())
+            # Of two that found it void, the last to write has it.
+            time.sleep(2 * SETTLE_SECONDS)
+            break
+        if time.monotonic() > deadline:
+            break
+        time.sleep(SETTLE_SECONDS)
+    if _read_object(address).get("token") != token:
+        raise _refusal(path)
+    return StoreClaim(path, address, token, owner)
+
+
+def _is_void_object(address: str, token: str) -> bool:
+    owner = _read_object(address)
+    if owner.get("token") == token:
+        return True  # ours, by a put whose answer was lost
+    place, _, name = address.rpartition("/")
+    probe = f"{name}.{token}"
+    storage.write(f"{place}/{probe}", b"")
+    seen = storage.children(place)
+    storage.remove(f"{place}/{probe}")
+    if name not in seen or probe not in seen:
+        return False  # it changes; look again
+    return _has_ended(owner, (seen[probe].changed_ns - seen[name].changed_ns) / 1e9)
+
+
 def _is_void(path: Path, now: float) -> bool:
     """`now` is the file system's time, whose clock may not be ours."""
     try:
         renewed = path.stat().st_mtime
     except FileNotFoundError:
         return True
-    owner = _read(path)
+    return _has_ended(_read(path), now - renewed)
+
+
+def _has_ended(owner: dict[str, object], silent_seconds: float) -> bool:
     pid = owner.get("pid")
     if owner.get("host") == socket.gethostname() and isinstance(pid, int):
         try:
@@ -215,7 +301,7 @@ def _is_void(path: Path, now: float) -> bool:
             return True
         except PermissionError:
             pass
-    return not owner or now - renewed > LEASE_SECONDS
+    return not owner or silent_seconds > LEASE_SECONDS
 
 
 def _introduction(epoch: int) -> tuple[str, str]:
@@ -235,18 +321,37 @@ def _introduction(epoch: int) -> tuple[str, str]:
 def _read(path: Path) -> dict[str, object]:
     """What the holder says about itself; empty if it cannot be read."""
     try:
-        owner = json.loads(path.read_bytes()[:4096])
-    except (OSError, ValueError, RecursionError):
+        return _parsed(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _read_object(address: str) -> dict[str, object]:
+    try:
+        return _parsed(storage.read(address))
+    except storage.NotThereError:
+        return {}
+
+
+def _parsed(content: bytes) -> dict[str, object]:
+    try:
+        owner = json.loads(content[:4096])
+    except (ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
 
 
+def _said_owner(owner: dict[str, object]) -> str:
+    if not owner:
+        return "another process"
+    return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('started')}"
+
+
 def _refusal(path: Path) -> UserError:
-    owner = _read(path)
-    who = "another process"
-    if owner:
-        who = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('started')}"
+    address = storage.address_of(path)
+    who = _said_owner(_read(path) if address is None else _read_object(address))
     return UserError(
-        f"{path.parent} is in use by another run ({who}), and two would overwrite each other's "
+        f"{storage.name_of(path.parent)} is in use by another run ({who}), and "
+        "two would overwrite each other's "
         "checkpoints; wait for it, stop it, or choose another Engine.save_load.output_dir"
     )

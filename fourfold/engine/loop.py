@@ -6,22 +6,24 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from fourfold import heartbeat
+from fourfold import heartbeat, storage
 from fourfold.checkpoint import RankGroup
 from fourfold.comm_timer import excluded
 from fourfold.config import Config
 from fourfold.data import Batch
-from fourfold.engine import saving
+from fourfold.engine import resuming, saving
 from fourfold.engine.banner import describe
+from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
+from fourfold.engine.preflight import preflight
+from fourfold.engine.remote_run import RemoteRun
 from fourfold.engine.run_data import RunData
 from fourfold.engine.spikes import Spikes
-from fourfold.engine.updates import StepResult, updates_of
+from fourfold.engine.updates import Asked, StepResult, updates_of
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Meter, Sinks, StepOutcome, plot_losses
 from fourfold.optim import LossScale, Optimizer, build_schedule
@@ -32,7 +34,7 @@ from fourfold.parallel.precision import (
     unmet_list_entries,
 )
 from fourfold.parallel.recompute import needless_offload_notice
-from fourfold.signals import StopRequest
+from fourfold.signals import SaveRequest, StopRequest
 
 
 class Engine:
@@ -46,7 +48,7 @@ class Engine:
         optimizer: Optimizer,
         claim: Claim | None = None,
         prediction: Prediction | None = None,
-        open_foreign: saving.OpenForeign | None = None,
+        open_foreign: resuming.OpenForeign | None = None,
     ) -> None:
         """From the parts `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
@@ -62,7 +64,10 @@ class Engine:
         if claim is not None:
             self.ranks = replace(self.ranks, may_commit=claim.check)
         self.batch_schedule = config.batch_schedule
-        self.output_dir = Path(config.Engine.save_load.output_dir)
+        # Of one at an address, what stands for it here.
+        self.output_dir = storage.local_path(config.Engine.save_load.output_dir)
+        self.remote = RemoteRun.of(self.output_dir, self.mesh.rank)
+        self.save_request = SaveRequest(self.output_dir, watches_file=self.mesh.rank == 0)
         self.schedule = build_schedule(config)
         self.loss_scale = (
             LossScale(config.Engine.mix_precision.scale_loss)
@@ -90,13 +95,21 @@ class Engine:
             if self.claim is not None:
                 closing.callback(self.claim.release)
             closing.callback(self.data.close)
+            if self.remote is not None:
+                self.mesh.on_all_ranks(self.remote.open)
             if save and self.mesh.rank == 0:
                 self.notices += self.data.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
             self.resume()
             if save:
                 self.notices += saving.check_room(self)
+            found = self._preflight()
             watch = self._open_instruments(closing)
+            for finding in found:
+                watch.sinks.notice(f"preflight: {finding.text}", level="WARNING")
+                fields = asdict(finding)
+                del fields["text"]  # said already
+                watch.sinks.event("preflight", **fields)
             listening = StopRequest(self.output_dir, watches_file=self.mesh.rank == 0)
             with listening as stop, saving.finishing(self):
                 if self.spikes is not None:
@@ -109,6 +122,8 @@ class Engine:
                     watch.sinks.notice("The training process is complete.")
                 if self.mesh.rank == 0 and save:
                     self._draw(watch.sinks)
+                if self.remote is not None and (problem := self.remote.close()):
+                    watch.sinks.notice(problem, level="WARNING")
         # Not after a failure: that would wait for the lost.
         self.mesh.close()
         # Who sends a signal may start the run again; a STOP file is a person's, and final.
@@ -117,13 +132,20 @@ class Engine:
         heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
         return stopped
 
+    def _preflight(self) -> list[PreflightFinding]:
+        """What is wrong with the ranks, links and disks of this run; the same on all ranks."""
+        form = self.config.Engine.preflight
+        if self.mesh.size == 1 or form == "none":
+            return []
+        return preflight(self.mesh, self.device, self.output_dir, form).findings
+
     def resume(self) -> None:
         """Continue from the run's own last checkpoint, or start from the one it names, if any."""
-        restored = saving.resume(self)
+        restored = resuming.resume(self)
         if restored is not None:
             self.take(restored)
 
-    def take(self, restored: saving.Restored) -> None:
+    def take(self, restored: resuming.Restored) -> None:
         """Continue with a state that the tensors were filled from."""
         self.step = restored.step
         self.guard.skipped = restored.skipped_updates
@@ -140,7 +162,7 @@ class Engine:
     ) -> None:
         spikes.watch()
         self.updates.before_update = spikes.look
-        if spikes.section.action == "rewind" and save and self.step == 0:
+        if spikes.action == "rewind" and save and self.step == 0:
             # So that there is something to go back to from the first step on.
             saving.save(self, watch.meter, watch.sinks, stop, final=False)
 
@@ -172,10 +194,11 @@ class Engine:
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             last, evaluates, saves, checks = self._due_now(save)
-            outcomes, stopping = self._train_step(batch, meter, sinks, stop)
+            outcomes, stopping, requested = self._train_step(batch, meter, sinks, stop)
+            saves = saves or (save and requested)
             if last or evaluates or saves or checks or stopping or self.guard.gave_up:
                 # What follows speaks of this very step.
-                rest, asked = self._settle(sinks, of_all=True)
+                rest, asked, _ = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
             watch.end_step(outcomes)
             if (
@@ -216,7 +239,7 @@ class Engine:
             look(batch, float(scale))
         limits = None if self.spikes is None else self.spikes.limits(self.step)
         rate = self.schedule.lr_at(self.step)
-        self.updates.apply(self.step, share, rate, scale, False, limits)
+        self.updates.apply(self.step, share, rate, scale, Asked(), limits)
         (result,) = self.updates.results(of_all=True)
         self.guard.admits(result, self.loss_scale)
         if self.spikes is not None:
@@ -238,7 +261,7 @@ class Engine:
 
     def _train_step(
         self, batch: Batch, meter: Meter, sinks: Sinks, stop: StopRequest
-    ) -> tuple[list[StepOutcome], bool]:
+    ) -> tuple[list[StepOutcome], bool, bool]:
         """Forward, backward and, unless something is not finite, the update.
 
         Returns what has become known: on a CPU of this step, on a GPU of the one before.
@@ -252,14 +275,19 @@ class Engine:
             share = self.runner.run(batch, self.step, scale)
         with meter.timed("optimizer", self.step):
             self.saves.before_update()
-            rate, asked = self.schedule.lr_at(self.step), stop.reason() is not None
+            if self.saves.pending is not None and self.saves.pending.succeeded:
+                self.save_request.committed()
+            rate = self.schedule.lr_at(self.step)
+            asked = Asked(stop.reason() is not None, self.save_request.asked())
             self.updates.apply(self.step, share, rate, scale, asked, limits)
             return self._settle(sinks)
 
-    def _settle(self, sinks: Sinks, *, of_all: bool = False) -> tuple[list[StepOutcome], bool]:
+    def _settle(
+        self, sinks: Sinks, *, of_all: bool = False
+    ) -> tuple[list[StepOutcome], bool, bool]:
         """Take in the results that are known, or all: their outcomes, and whether any rank was
-        asked to stop."""
-        outcomes, stopping = [], False
+        asked to stop, or to save."""
+        outcomes, stopping, saving_asked = [], False, False
         for result in self.updates.results(of_all=of_all):
             if not self.guard.admits(result, self.loss_scale):
                 sinks.event(
@@ -274,7 +302,8 @@ class Engine:
                 self.spikes.take(result)
             outcomes.append(self.outcome(result))
             stopping |= result.stops
-        return outcomes, stopping
+            saving_asked |= result.saves
+        return outcomes, stopping, saving_asked
 
     @excluded()
     def evaluate(

@@ -8,26 +8,31 @@ import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fourfold import storage
+from fourfold.checkpoint import write_times
 from fourfold.comm_timer import comm_times
 from fourfold.config import Config
 from fourfold.cost.flops import flops_per_token, megatron_deepspeed_flops_per_token
+from fourfold.engine.probes import GpuProbe, queued_seconds
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.metrics import (
+    LinkWatch,
     Meter,
     OwnTimes,
     ProfilerWindow,
+    RankTimes,
     Sinks,
     Step,
     StepOutcome,
     Stragglers,
     compare_ranks,
+    find_machines,
     open_sinks,
     peak_flops,
 )
@@ -35,11 +40,15 @@ from fourfold.metrics.jsonl import RunFacts, processor_of
 from fourfold.metrics.lines import FleetXLines, LineStyle, MegatronLines
 from fourfold.metrics.meter import device_memory, host_memory
 from fourfold.metrics.progress import KubeflowProgress
+from fourfold.metrics.stragglers import Straggler
 from fourfold.model import ModelShape
 from fourfold.parallel import Precision
 
 if TYPE_CHECKING:
     from fourfold.metrics.prometheus import MetricsPort
+
+# Each rank has figures for every machine; beyond this, gathering them would be noticed.
+MOST_MACHINES = 128
 
 
 class Monitoring:
@@ -59,7 +68,6 @@ class Monitoring:
         prediction: Prediction | None = None,
     ) -> None:
         self.mesh = mesh
-        self.on_cpu = device.type == "cpu"
         seq_len = config.Data.dataset.max_seq_len
         self.peak = peak_flops(config.Global.peak_tflops, device, precision.dtype)
         self.meter = Meter(
@@ -73,7 +81,7 @@ class Monitoring:
         self.style = line_style(config, mesh.size)
         self.sinks, port = Sinks(), None
         if mesh.rank == 0:
-            output_dir = Path(config.Engine.save_load.output_dir)
+            output_dir = storage.local_path(config.Engine.save_load.output_dir)
             port = _metrics_port(config, done_steps)
             self.sinks = open_sinks(
                 output_dir,
@@ -103,10 +111,9 @@ class Monitoring:
         )
         self.profiler = _profiler(config, mesh, self.sinks)
         closing.callback(self.profiler.close)
-        self.stragglers = Stragglers()
+        self.evenness = RankComparison(mesh, device) if mesh.size > 1 else None
         self.comparison = None if prediction is None else PredictionCheck(prediction)
         self.reported_step = done_steps
-        self.waited_before = comm_times.copy()
 
     def end_step(self, outcomes: Sequence[StepOutcome]) -> None:
         """At the end of a step: take in the outcomes that are known by now."""
@@ -125,7 +132,9 @@ class Monitoring:
         if record is not None and self.comparison is not None:
             self.comparison.take(record)
         if record is not None:
-            self.sinks.train(self._with_ranks(record) if self.mesh.size > 1 else record)
+            if self.evenness is not None:
+                record = self._with_ranks(record, self.evenness)
+            self.sinks.train(record)
 
     def rewind(self, step: int) -> None:
         """The run goes on after an earlier step: what was recorded of later ones is dropped."""
@@ -142,20 +151,51 @@ class Monitoring:
         peaks = [int(row[0]) for row in self.mesh.all_gather(own or 0)]
         self.comparison.tell(self.sinks, step, peaks, self.meter.logging_freq)
 
-    def _with_ranks(self, record: Step) -> Step:
+    def _with_ranks(self, record: Step, evenness: RankComparison) -> Step:
         """Add what the other ranks measured; a collective, called at the same steps."""
-        steps = record.step - self.reported_step
-        spent = comm_times.since(self.waited_before)
-        self.reported_step, self.waited_before = record.step, comm_times.copy()
-        own = OwnTimes(record.batch_seconds, spent.communication / steps, spent.bubble / steps)
-        rows = self.mesh.all_gather(*own.values())
-        if not self.on_cpu:
-            # On a GPU the calls only queue work, so waiting cannot be distinguished from computing.
-            return record
-        times = compare_ranks(rows)
-        if warning := self.stragglers.look(times):
-            self.sinks.notice(warning, level="WARNING")
+        steps, self.reported_step = record.step - self.reported_step, record.step
+        times, slow = evenness.look(record, steps)
+        for one in slow:
+            self.sinks.notice(one.text, level="WARNING")
+            fields = asdict(one)
+            del fields["text"]  # said already
+            self.sinks.event("straggler", step=record.step, **fields)
         return replace(record, ranks=times)
+
+
+class RankComparison:
+    """Gathers every rank's figures of a window, in one collective, and compares them."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        """A collective."""
+        self.mesh = mesh
+        self.on_cpu = device.type == "cpu"
+        machines = find_machines(mesh)
+        self.links = LinkWatch(machines) if 1 < len(machines) <= MOST_MACHINES else None
+        stages = [mesh.layout.coordinates(rank)["pp"] for rank in range(mesh.size)]
+        self.stragglers = Stragglers(machines, stages, on_gpu=not self.on_cpu)
+        self.probe = None if self.on_cpu else GpuProbe(device)
+        self.waited_before, self.queued_before = comm_times.copy(), queued_seconds()
+
+    def look(self, record: Step, steps: int) -> tuple[RankTimes | None, list[Straggler]]:
+        """How evenly all worked, and whom to name."""
+        spent, queued = comm_times.since(self.waited_before), queued_seconds()
+        queued, self.queued_before = queued - self.queued_before, queued
+        self.waited_before = comm_times.copy()
+        own = OwnTimes(
+            record.batch_seconds,
+            spent.communication / steps,
+            spent.bubble / steps,
+            record.reader_seconds,
+            queued / steps,
+            0.0 if self.probe is None else self.probe.last_seconds(),
+            write_times.take(),
+            () if self.links is None else tuple(self.links.look()),
+        )
+        rows = [OwnTimes.of(row) for row in self.mesh.all_gather(*own.values())]
+        slow = self.stragglers.look(rows, steps)
+        # On a GPU the calls only queue work, so waiting cannot be distinguished from computing.
+        return (compare_ranks(rows) if self.on_cpu else None), slow
 
 
 def _metrics_port(config: Config, done_steps: int) -> MetricsPort | None:

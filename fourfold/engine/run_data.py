@@ -91,8 +91,8 @@ class RunData:
         }
 
     def _place(self, consumed: int) -> int:
-        """The number of the sample that is read after `consumed` others."""
-        return self.config.left_out.sample_at(consumed)
+        """How far into the samples a run has come that read `consumed` of them."""
+        return self.config.left_out.end_of(consumed)
 
     def _masks(self) -> dict[str, Any]:
         """The settings that decide which tokens are learnt from and attended to."""
@@ -135,7 +135,7 @@ class RunData:
     def _keep_left_out(self, state: dict[str, Any], consumed: int) -> list[str]:
         """Leave out what the saved run did, so that what it has read is what it counts."""
         saved = LeftOut.of(state.get("left_out") or [])
-        place, now = saved.sample_at(consumed), saved.joined(self.config.Data.dataset.leave_out)
+        place, now = saved.end_of(consumed), saved.joined(self.config.Data.dataset.leave_out)
         late = LeftOut(tuple(each for each in now.ranges if each[0] < place))
         if late != LeftOut(tuple(each for each in saved.ranges if each[0] < place)):
             raise DataError(
@@ -143,11 +143,11 @@ class RunData:
                 f"the saved run has read or passed already (the next one is {place}); name later "
                 "ones, or start the run anew"
             )
-        if now == self.config.left_out == LeftOut():
+        if now == self.config.left_out:
             return []
         self.config.leave_out(now)
         self.change_batches()
-        return [f"left out of the training data: {text_of_ranges(now.ranges)}"]
+        return [f"left out by the saved run: {text_of_ranges(saved.ranges)}"]
 
     def _check_split(self, saved: Rounding, checkpoint: str) -> None:
         """Refuse to move documents between training, validation and test in mid-run."""
@@ -231,6 +231,8 @@ def _open(config: Config, layout: Layout, data_rank: int) -> RunData:
         for source in sources:
             source.keep_fingerprint()
     eos_token_id, origin = find_end_of_text(config, sources)
+    if left_out := LeftOut.of(config.Data.dataset.leave_out):
+        notices.append(f"left out of the training data: {text_of_ranges(left_out.ranges)}")
     notices.append(f"end-of-text id: {eos_token_id} ({origin})")
     feeds = RunData(
         config,

@@ -1,31 +1,20 @@
-"""Saving and resuming a run: what is written, what is checked when it is read.
-
-Everything random or ordered is a function of the step (data, dropout, learning rate), so what a
-checkpoint restores is short: weights, moments, averages, the loss scale, two integers (steps and
-samples), and what a mixture whose weights may change has served of each source.
-"""
+"""Saving a run: what is written, how often it is tried, and whether there is room for it."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from fourfold import __version__, checkpoint, heartbeat
-from fourfold.checkpoint import PendingSave
-from fourfold.config import Config
-from fourfold.data.tokenizer_check import check_checkpoint_tokenizer
+from fourfold import __version__, checkpoint, heartbeat, storage
+from fourfold.checkpoint import PendingSave, Retention
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Meter, Sinks
-from fourfold.model import ModelShape
-from fourfold.optim import LossScale, Optimizer
+from fourfold.optim import Optimizer
 from fourfold.parallel import Runner
 from fourfold.shards import Shard
 from fourfold.signals import StopRequest
@@ -33,19 +22,6 @@ from fourfold.signals import StopRequest
 if TYPE_CHECKING:
     from fourfold.engine.loop import Engine
 
-
-class ForeignWeights(Protocol):
-    """Another program's checkpoint, as the converters open it; the core does not know them."""
-
-    notes: list[str]
-
-    @property
-    def shape(self) -> ModelShape: ...
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-    def tokenizer_identity(self) -> str | None: ...
-
-
-OpenForeign = Callable[[Path], AbstractContextManager[ForeignWeights]]
 
 # How long to wait before a save that failed is tried again, and how often.
 RETRY_SECONDS = (2.0, 10.0)
@@ -97,14 +73,26 @@ def save(
     sinks = Sinks() if sinks is None else sinks
     with meter.timed("save", run.step):
         finish(run, sinks)
-        path = str(run.output_dir / f"step_{run.step}")
+        path = _name(run, run.step)
+        run.save_request.take()
         reason = _save_patiently(run, sinks, stop, final)
         if reason is not None:
             _tell_failure(run, sinks, run.step, reason, final)
         elif run.saves.pending is None:
-            run.saves.succeeded(path)
+            _succeeded(run, run.step)
         sinks.seal()
+        if run.remote is not None:
+            run.remote.push_behind()
     return path
+
+
+def _name(run: Engine, step: int) -> str:
+    return storage.name_of(run.output_dir / f"step_{step}")
+
+
+def _succeeded(run: Engine, step: int) -> None:
+    run.saves.succeeded(_name(run, step))
+    run.save_request.committed()
 
 
 def save_what_is_left(run: Engine, meter: Meter, sinks: Sinks, stop: StopRequest) -> str:
@@ -120,13 +108,15 @@ def finish(run: Engine, sinks: Sinks | None = None) -> None:
     pending, run.saves.pending = run.saves.pending, None
     if pending is None:
         return
-    step = run.saves.pending_step
+    step, waits = run.saves.pending_step, time.monotonic()
     try:
         run.mesh.on_all_ranks(lambda: pending.wait(heartbeat.alive))
     except UserError as error:
         _tell_failure(run, Sinks() if sinks is None else sinks, step, str(error), final=False)
     else:
-        run.saves.succeeded(str(run.output_dir / f"step_{step}"))
+        _succeeded(run, step)
+        if run.remote is not None and sinks is not None:
+            run.remote.tell_wait(sinks, time.monotonic() - waits, _name(run, step))
 
 
 @contextmanager
@@ -149,7 +139,7 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
     asked_before = stop is not None and stop.reason() is not None
     for pause in (*RETRY_SECONDS, None):
         try:
-            _save_once(run, in_background=run.config.Engine.save_load.async_save and not final)
+            _save_once(run, final)
             return None
         except UserError as error:
             reason = str(error)
@@ -163,13 +153,16 @@ def _save_patiently(run: Engine, sinks: Sinks, stop: StopRequest | None, final: 
     return reason
 
 
-def _save_once(run: Engine, in_background: bool) -> None:
-    tensors = tensors_to_save(run.runner, run.optimizer)
-    keep_last = run.config.Engine.save_load.keep_last
-    given = (run.output_dir, run.step, tensors, state_of(run), keep_last, run.ranks)
-    if in_background:
+def _save_once(run: Engine, final: bool) -> None:
+    tensors, section = tensors_to_save(run.runner, run.optimizer), run.config.Engine.save_load
+    keep = Retention(section.keep_last, section.keep_every_n_steps, section.keep_every_hours)
+    given = (run.output_dir, run.step, tensors, state_of(run), keep, run.ranks)
+    # To an address always: its files are written when this returns, their upload is not waited for.
+    if (section.async_save or run.remote is not None) and not final:
         run.saves.pending = checkpoint.begin_save(*given, in_place=True)
         run.saves.pending_step = run.step
+        if not section.async_save:
+            run.saves.pending.wait_until_written(heartbeat.alive)
     else:
         run.mesh.on_all_ranks(lambda: checkpoint.save(*given))
 
@@ -226,32 +219,18 @@ def check_room(run: Engine) -> list[str]:
 
 
 def _room_problem(run: Engine, one: int) -> tuple[str | None, list[str]]:
-    """Why the run cannot save at all, and notices if it can."""
-    section, step = run.config.Engine.save_load, run.step
-    every = section.save_steps if section.save_steps > 0 else run.config.Engine.max_steps
-    to_come = -(-run.config.Engine.max_steps // every) - step // every
-    if step >= run.config.Engine.max_steps:
+    section, step, last = run.config.Engine.save_load, run.step, run.config.Engine.max_steps
+    every = section.save_steps if section.save_steps > 0 else last
+    to_come = -(-last // every) - step // every
+    if step >= last:
         return None, []
     free = checkpoint.free_bytes(run.output_dir)
-    has = f"{run.output_dir} has {free / 1e9:.3f} GB free"
-    if free < one:
-        problem = (
-            f"a checkpoint of this run takes {one / 1e9:.3f} GB and {has}; make room or set "
-            "Engine.save_load.output_dir to a larger disk"
-        )
-        return problem, []
-    here = len(checkpoint.candidates(run.output_dir))
+    if run.remote is not None:
+        return checkpoint.staging_problem(run.output_dir, one, free), []
+    here, keep = len(checkpoint.candidates(run.output_dir)), section.keep_last
     # A new one is written before the oldest is removed.
-    more = max(section.keep_last + 1 - here, 1) if section.keep_last else to_come
-    if free >= (needed := min(more, to_come) * one):
-        return None, []
-    notice = (
-        f"{has} and this run is going to need {needed / 1e9:.3f} GB more: "
-        f"{min(more, to_come)} checkpoints of {one / 1e9:.3f} GB "
-        f"(Engine.save_load.keep_last={section.keep_last}); saves will fail unless there is "
-        "more room or fewer are kept"
-    )
-    return None, [notice]
+    more = min(max(keep + 1 - here, 1) if keep else to_come, to_come)
+    return checkpoint.room_problem(run.output_dir, one, free, more, keep)
 
 
 def state_of(run: Engine) -> dict[str, Any]:
@@ -268,209 +247,6 @@ def state_of(run: Engine) -> dict[str, Any]:
         **({} if run.spikes is None else {"spikes": run.spikes.state()}),
         "config": run.config.to_dict(),
     }
-
-
-# --- resuming ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The state a run continues with besides its tensors, which are filled in place."""
-
-    path: str  # of the checkpoint
-    notices: list[str]
-    is_weights_only: bool = False  # then everything but the weights begins anew
-    step: int = 0
-    skipped_updates: int = 0
-    loss_scale: LossScale | None = None
-    spikes: dict[str, Any] | None = None  # what the detector had seen
-
-
-def resume(run: Engine) -> Restored | None:
-    """Fill the run's tensors from its own last checkpoint or from the one it names, if any.
-
-    Rank 0 decides which: the others may look before or after something changed on the disk.
-    """
-    checkpoint.check_shared(run.output_dir, run.ranks)
-    chosen = run.mesh.on_all_ranks(lambda: _choose(run) if run.mesh.rank == 0 else None)
-    told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
-    if told is None:
-        return None
-    return _restore(run, SavedRun(**json.loads(told)))
-
-
-def restore_from(run: Engine, directory: Path) -> Restored:
-    """Fill the run's tensors from this checkpoint of its own, or one before it; a collective."""
-    return _restore(run, run.mesh.on_all_ranks(lambda: _describe(directory)))
-
-
-def _restore(run: Engine, source: SavedRun) -> Restored:
-    restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
-    restored = restore(run, source)
-    sync_tied_copy(run.runner, run.optimizer)
-    if run.optimizer.ema is not None and not source.has_ema:
-        run.optimizer.ema.restart()
-    run.runner.check_replicas(f"after loading {restored.path}")
-    return restored
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """The checkpoint that would be resumed, and what its tensors are of."""
-
-    where: str
-    kind: Literal["run", "weights", "foreign"] = "run"  # foreign: another program's
-    optimizer: str = "AdamW"
-    has_ema: bool = False
-
-
-def _choose(run: Engine) -> SavedRun | None:
-    try:
-        found = _source(run.config, run.output_dir)
-        if found is not None and run.open_foreign is not None and _is_foreign(found):
-            return SavedRun(str(found), "foreign")
-        return None if found is None else _describe(found)
-    except OSError as error:
-        raise CheckpointError(f"cannot look for checkpoints: {error}") from error
-
-
-def _describe(where: Path) -> SavedRun:
-    for directory in checkpoint.candidates(where):
-        try:
-            state = checkpoint.read_state(directory)
-        except CheckpointError:
-            continue  # named to the user when the next one is resumed
-        if state.get("weights_only"):
-            return SavedRun(str(where), "weights")
-        # Before there was a choice, it was AdamW without an average.
-        section = (state.get("config") or {}).get("Optimizer") or {}
-        has_ema = section.get("ema_decay") is not None
-        return SavedRun(str(where), "run", section.get("name", "AdamW"), has_ema)
-    return SavedRun(str(where))
-
-
-def _continue(run: Engine, source: SavedRun) -> Restored:
-    tensors, ignored, notices = _continued_tensors(run, source)
-    hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(
-        source.where, tensors, notices.append, "", run.ranks, hashes, ignored
-    )
-    step, consumed = int(state["step"]), int(state["consumed_samples"])
-    if consumed != run.batch_schedule.consumed(step):
-        notices += run.change_batch(step, consumed)
-    about_data = run.mesh.rank_0_first(lambda: run.data.restore(state, consumed, str(path)))
-    run.batch_schedule = run.config.batch_schedule
-    if "optim." not in ignored:
-        run.optimizer.restore_updates(int(state["optimizer_updates"]))
-    scale = state["loss_scale"]
-    return Restored(
-        str(path),
-        [*notices, f"resumed from {path} at step {step}", *about_data],
-        step=step,
-        skipped_updates=int(state["skipped_updates"]),
-        loss_scale=LossScale(**scale) if scale else None,
-        spikes=state.get("spikes"),
-    )
-
-
-def _continued_tensors(
-    run: Engine, source: SavedRun
-) -> tuple[dict[str, Shard], tuple[str, ...], list[str]]:
-    """What to read, what to leave unread (prefixes of names), and what the user should know."""
-    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
-    ignored: list[str] = []
-    own, average = run.config.Optimizer.name, run.optimizer.ema is not None
-    if source.optimizer != own:
-        ignored.append("optim.")
-        notices.append(
-            f"the optimizer's state begins anew: that of {source.where} is {source.optimizer}'s, "
-            f"and Optimizer.name={own}"
-        )
-    if source.has_ema != average:
-        ignored.append("ema.")
-        notices.append(
-            "the average of weights begins with the weights of the checkpoint, which has none"
-            if average
-            else "the checkpoint's average of weights is left behind: Optimizer.ema_decay is null"
-        )
-    unread = tuple(ignored)
-    wanted = {name: one for name, one in tensors.items() if not name.startswith(unread)}
-    return wanted, unread, notices
-
-
-def _take_weights(run: Engine, source: SavedRun) -> Restored:
-    """Step 0 with the weights of a converted checkpoint; moments and data start afresh."""
-    tensors, notices = tensors_to_load(run.runner, run.optimizer), list[str]()
-    weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}
-    hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(
-        source.where, weights, notices.append, "model.", run.ranks, hashes
-    )
-    notices += check_checkpoint_tokenizer(
-        state.get("tokenizer"),
-        run.data.sources,
-        str(path),
-        run.config.Data.dataset.allow_tokenizer_mismatch,
-    )
-    notices.append(f"starting at step 0 with the weights of {path}")
-    return Restored(str(path), notices, is_weights_only=True)
-
-
-def _is_foreign(where: Path) -> bool:
-    return where.exists() and not checkpoint.candidates(where)
-
-
-def check_foreign(config: Config, open_foreign: OpenForeign) -> None:
-    """Before anything is built: another program's checkpoint must be of the network described."""
-    where = _source(config, Path(config.Engine.save_load.output_dir))
-    if where is None or not _is_foreign(where):
-        return
-    with open_foreign(where) as foreign:
-        if other := ModelShape.of(config.Model).other_settings(foreign.shape):
-            settings = " ".join(f"-o Model.{setting}" for setting in other)
-            raise UserError(
-                f"{where} holds another network than the Model section describes; give {settings}"
-            )
-
-
-def _take_foreign(run: Engine, source: SavedRun) -> Restored:
-    """Step 0 with the weights of another program's checkpoint."""
-    notices = run.mesh.on_all_ranks(lambda: _read_foreign(run, source.where))
-    notices.append(f"starting at step 0 with the weights of {source.where}")
-    return Restored(source.where, notices, is_weights_only=True)
-
-
-def _read_foreign(run: Engine, where: str) -> list[str]:
-    """Each rank reads all of it, one tensor at a time, and keeps what it holds."""
-    assert run.open_foreign is not None
-    tensors = tensors_to_load(run.runner, run.optimizer)
-    with run.open_foreign(Path(where)) as foreign:
-        about_data = check_checkpoint_tokenizer(
-            foreign.tokenizer_identity(),
-            run.data.sources,
-            where,
-            run.config.Data.dataset.allow_tokenizer_mismatch,
-        )
-        for name, tensor in foreign.tensors():
-            if shard := tensors.get(f"model.{name}"):
-                shard.copy_from(tensor)
-            heartbeat.alive()
-        return [*foreign.notes, *about_data]
-
-
-def _source(config: Config, output_dir: Path) -> Path | None:
-    """Where to resume from, if anywhere.
-
-    A job that is restarted with the same arguments resumes from its own checkpoints, even if
-    `ckpt_dir` names the run it first came from. A `ckpt_dir` inside the run is obeyed.
-    """
-    save_load = config.Engine.save_load
-    own = output_dir if save_load.auto_resume and checkpoint.candidates(output_dir) else None
-    if save_load.ckpt_dir is None:
-        return own
-    named = checkpoint.named(save_load.ckpt_dir, output_dir)
-    inside = named.resolve().is_relative_to(output_dir.resolve())
-    return named if inside or own is None else own
 
 
 # -- the tensors of a run, as this rank holds them ------------------------------------------------

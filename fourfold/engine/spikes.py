@@ -33,9 +33,9 @@ from fourfold.config.batch_schedule import ranges_of
 from fourfold.config.schema import SpikesSection
 from fourfold.data import Batch
 from fourfold.data.provenance import DocumentText
-from fourfold.engine import saving
+from fourfold.engine import resuming, saving
 from fourfold.engine.run_data import text_of_ranges
-from fourfold.engine.updates import Limits, StepResult, updates_of
+from fourfold.engine.updates import SpikeLimits, StepResult, updates_of
 from fourfold.metrics import Sinks
 from fourfold.trace import StepReport, TokenLosses, gradient_norms, report_lines
 from fourfold.trace.step_report import by_layer
@@ -58,7 +58,7 @@ class Spike:
     """A step outside the band."""
 
     result: StepResult
-    limits: Limits
+    limits: SpikeLimits
 
     @property
     def step(self) -> int:
@@ -78,20 +78,21 @@ class SpikeDetector:
     """The band, as a function of the results before; the same on every rank."""
 
     def __init__(self, section: SpikesSection) -> None:
-        self.section = section
+        self.window, self.threshold = section.window, section.threshold
+        self.warm_up = section.warm_up
         # One more than the band: that of the step before is not in it yet.
         self.results: deque[tuple[int, float, float]] = deque(maxlen=section.window + 1)
 
-    def limits(self, step: int) -> Limits:
+    def limits(self, step: int) -> SpikeLimits:
         """What the loss and the norm of `step` may come to."""
-        known = [row for row in self.results if row[0] <= step - 2][-self.section.window :]
-        if step <= self.section.warm_up or len(known) < self.section.window:
-            return Limits()
+        known = [row for row in self.results if row[0] <= step - 2][-self.window :]
+        if step <= self.warm_up or len(known) < self.window:
+            return SpikeLimits()
         losses, norms = [row[1] for row in known], [row[2] for row in known]
-        threshold = self.section.threshold
-        usual = statistics.median(losses)
-        return Limits(
-            _upper(losses, threshold, LOSS_SPREAD), _upper(norms, threshold, NORM_SPREAD), usual
+        return SpikeLimits(
+            _upper(losses, self.threshold, LOSS_SPREAD),
+            _upper(norms, self.threshold, NORM_SPREAD),
+            usual=statistics.median(losses),
         )
 
     def take(self, result: StepResult) -> Spike | None:
@@ -117,7 +118,8 @@ class Spikes:
 
     def __init__(self, run: Engine, section: SpikesSection) -> None:
         self.run = run
-        self.section = section
+        self.action, self.most = section.action, section.most
+        self.steps_left_out = section.steps
         self.detector = SpikeDetector(section)
         self.found: list[Spike] = []
         self.rewinds = 0
@@ -140,9 +142,9 @@ class Spikes:
             self._batches = {one: kept for one, kept in self._batches.items() if one >= step - 1}
             self._batches[step] = batch
 
-    def limits(self, step: int) -> Limits | None:
+    def limits(self, step: int) -> SpikeLimits | None:
         """Beyond which the update of a step is held back."""
-        return self.detector.limits(step) if self.section.action == "skip" else None
+        return self.detector.limits(step) if self.action == "skip" else None
 
     def look(self, result: StepResult) -> None:
         """Before the update, where the gradient is still there and its numbers are known."""
@@ -168,13 +170,13 @@ class Spikes:
             report = self._report(spike)
             fields = self._fields(spike, report)
             self._tell(spike, report, fields, watch.sinks)
-            if self.section.action == "rewind" and save:
-                if self.rewinds < self.section.most:
+            if self.action == "rewind" and save:
+                if self.rewinds < self.most:
                     self._rewind(spike, fields, watch, stop)
                     return True
                 watch.sinks.notice(
                     f"the run has gone back {self.rewinds} times (Engine.spikes.most="
-                    f"{self.section.most}) and goes on through this spike",
+                    f"{self.most}) and goes on through this spike",
                     level="ERROR",
                 )
         return False
@@ -192,7 +194,7 @@ class Spikes:
     def _tell(
         self, spike: Spike, report: Path | None, fields: dict[str, Any], sinks: Sinks
     ) -> None:
-        action = self.section.action
+        action = self.action
         samples = [*self.run.batch_schedule.samples_of(spike.step - 1)]
         sinks.event("spike", step=spike.step, action=action, sample_ids=samples, **fields)
         held = "; its update was held back" if action == "skip" else ""
@@ -219,7 +221,7 @@ class Spikes:
         )
         if self.run.mesh.rank > 0:
             return None
-        told = made.to_dict() | {"action": self.section.action, "spike": spike.words()}
+        told = made.to_dict() | {"action": self.action, "spike": spike.words()}
         try:
             return write_report(self.run.output_dir / DIRECTORY, told)
         except OSError:
@@ -232,8 +234,8 @@ class Spikes:
         run = self.run
         saving.finish(run, watch.sinks)
         run.updates.results(of_all=True)  # of a step that is dropped
-        before = spike.step - self.section.steps
-        restored = saving.restore_from(run, self._checkpoint_before(before, spike.step))
+        before = spike.step - self.steps_left_out
+        restored = resuming.restore_from(run, self._checkpoint_before(before, spike.step))
         first = max(before, restored.step)
         schedule = run.batch_schedule
         bad = [s for step in range(first, spike.step) for s in schedule.samples_of(step)]
@@ -253,12 +255,12 @@ class Spikes:
             spike_step=spike.step,
             sample_ids=bad,
             number=rewinds,
-            most=self.section.most,
+            most=self.most,
             **fields,  # the record of the spike is dropped with those of its steps
         )
         watch.sinks.notice(
             f"went back from step {spike.step} to {restored.path} and goes on without {left} "
-            f"({rewinds} of at most {self.section.most} times)",
+            f"({rewinds} of at most {self.most} times)",
             level="WARNING",
         )
         # What is left out belongs to the checkpoint: a run resumed from it must know.

@@ -1,7 +1,7 @@
 """The end of a step: what all ranks agree on, the update, and when the host learns of it.
 
-Loss, norm of the gradient and requests to stop are summed over all ranks in one message; an update
-with a loss or norm that is not finite is skipped.
+Loss, norm of the gradient and requests to stop or to save are summed over all ranks in one message;
+an update with a loss or norm that is not finite is skipped.
 
 `HostUpdates` decides on the host, where the numbers of a CPU are anyway. On a GPU that would empty
 its queue in every step: the host would wait for the backward pass, and the GPU then for the host.
@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,15 @@ from fourfold.optim import DeviceLossScale, LossScale, Optimizer
 from fourfold.parallel import Runner
 
 
+class Asked(NamedTuple):
+    """Whether this rank was asked to stop the run, and to save it."""
+
+    stop: bool = False
+    save: bool = False
+
+
 @dataclass(frozen=True)
-class Limits:
+class SpikeLimits:
     """What the loss and the gradient norm of a step may come to; see `fourfold.engine.spikes`."""
 
     loss: float = math.inf
@@ -49,6 +56,7 @@ class StepResult:
     norm: float  # of the gradient, after unscaling
     loss_scale: float
     stops: bool  # whether any rank was asked to stop
+    saves: bool = False  # whether any was asked to save
     held_back: bool = False  # whether its update was, for a spike
 
     @property
@@ -74,13 +82,13 @@ class Updates(Protocol):
         share: Tensor,
         learning_rate: float,
         scale: float | Tensor,
-        asked: bool,
-        limits: Limits | None = None,
+        asked: Asked,
+        limits: SpikeLimits | None = None,
     ) -> None:
         """Update the weights with the gradients of `step`, and clear these.
 
-        `share` is this rank's of the loss; `asked`, whether it was asked to stop. Beyond `limits`
-        there is no update.
+        `share` is this rank's of the loss; `asked`, what it was asked for. Beyond `limits` there is
+        no update.
         """
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
@@ -112,15 +120,15 @@ class HostUpdates:
         share: Tensor,
         learning_rate: float,
         scale: float | Tensor,
-        asked: bool,
-        limits: Limits | None = None,
+        asked: Asked,
+        limits: SpikeLimits | None = None,
     ) -> None:
         scale = float(scale)
         squares = float(self.runner.squared_norm())
-        loss, squares, stops = self.runner.mesh.all_reduce(float(share), squares, asked)
+        loss, squares, stops, saves = self.runner.mesh.all_reduce(float(share), squares, *asked)
         norm = math.sqrt(squares) / scale
         held_back = limits is not None and limits.exceeded_by(loss, norm)
-        result = StepResult(step, loss, norm, scale, stops > 0, held_back)
+        result = StepResult(step, loss, norm, scale, stops > 0, saves > 0, held_back)
         if self.before_update is not None:
             self.before_update(result)
         if result.applied:
@@ -161,14 +169,14 @@ class DeviceUpdates:
         share: Tensor,
         learning_rate: float,
         scale: float | Tensor,
-        asked: bool,
-        limits: Limits | None = None,
+        asked: Asked,
+        limits: SpikeLimits | None = None,
     ) -> None:
         # Filled, not copied: a copy from the host would be waited for.
-        stops = share.new_full((), float(asked), dtype=torch.float64)
-        agreed = torch.stack([share.double(), self.runner.squared_norm(), stops])
+        requests = [share.new_full((), float(one), dtype=torch.float64) for one in asked]
+        agreed = torch.stack([share.double(), self.runner.squared_norm(), *requests])
         self.runner.mesh.all_reduce_(agreed)
-        loss, squares, stops = agreed.unbind()
+        loss, squares, stops, saves = agreed.unbind()
         norm = squares.sqrt() / scale
         overflowed = ~(loss.isfinite() & norm.isfinite())
         held_back = torch.zeros_like(overflowed)
@@ -180,7 +188,7 @@ class DeviceUpdates:
         self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
         used = scale if isinstance(scale, Tensor) else torch.full_like(loss, scale)
-        self._send(step, torch.stack([loss, norm, used, stops, held_back.double()]))
+        self._send(step, torch.stack([loss, norm, used, stops, saves, held_back.double()]))
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
 
@@ -205,10 +213,10 @@ class Unread:
     """The result of a step on its way to the host."""
 
     step: int
-    message: Tensor  # loss, norm, loss scale, requests to stop, whether it was held back
+    message: Tensor  # loss, norm, loss scale, requests to stop and to save, whether held back
     arrived: torch.cuda.Event
 
     def read(self) -> StepResult:
         self.arrived.synchronize()
-        loss, norm, scale, stops, held_back = self.message.tolist()
-        return StepResult(self.step, loss, norm, scale, stops > 0, held_back > 0)
+        loss, norm, scale, stops, saves, held_back = self.message.tolist()
+        return StepResult(self.step, loss, norm, scale, stops > 0, saves > 0, held_back > 0)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold import checkpoint
+from fourfold import checkpoint, storage
 from fourfold.checkpoint import RankGroup
 from fourfold.config import Config
 from fourfold.device import select_device
@@ -74,7 +74,7 @@ def load_distributed(
 ) -> tuple[Runner, Tokenizer, Path]:
     """The model of `Engine.save_load.ckpt_dir` on all ranks of the mesh, and its tokenizer."""
     section = config.Engine.save_load
-    where = checkpoint.named(section.ckpt_dir or "latest", Path(section.output_dir))
+    where = checkpoint.named(section.ckpt_dir or "latest", storage.local_path(section.output_dir))
     if checkpoint.candidates(where) or not where.exists():
         return _load_own(config, where, mesh, on_notice)
     return _load_foreign(config, where, mesh, on_notice)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fourfold import checkpoint
+from fourfold import checkpoint, storage
 from fourfold.config import Config
 from fourfold.convert import ForeignModel, load_foreign, open_weights
 from fourfold.data.splits import open_splits
@@ -56,7 +56,7 @@ def load_trained(
     """
     save_load = config.Engine.save_load
     named = ckpt_dir or save_load.ckpt_dir or "latest"
-    where = checkpoint.named(named, Path(save_load.output_dir))
+    where = checkpoint.named(named, storage.local_path(save_load.output_dir))
     device = select_device(config.Global.device)
     if checkpoint.candidates(where) or not where.exists():
         return _load_own(config, where, device, on_notice, needs_text)

@@ -34,14 +34,14 @@ from fourfold.launch.diagnosis import (
     take_stacks,
 )
 from fourfold.launch.peers import (
+    PeerReport,
     RankState,
-    Report,
     RoundEnd,
     states_of,
 )
-from fourfold.launch.rounds import Machines, Meeting, MeetingClosed, MeetingLost, Round
+from fourfold.launch.rounds import Machines, Meeting, MeetingClosed, MeetingLost, RendezvousRound
 from fourfold.launch.supervisor import FAILED, Echo, Restarts, Watch, tell_of_stop
-from fourfold.launch.workers import LOG_NAME, Ending, Place, WorkerGroup
+from fourfold.launch.workers import LOG_NAME, Ending, WorkerGroup, WorkerPlace
 from fourfold.meeting import MEETING
 from fourfold.signals import SupervisorSignals
 
@@ -54,7 +54,7 @@ TRAINING = {"reader", "forward_backward", "optimizer", "evaluate", "save"}
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchLimits:
     hang_seconds: float  # without progress of any rank on any machine
     lost_seconds: float  # without a word from a machine
     stop_seconds: float
@@ -70,7 +70,7 @@ def run_agent(
     nproc: int,
     plan: Plan,
     log_dir: Path,
-    limits: Limits,
+    limits: WatchLimits,
     restarts: Restarts,
     *,
     stopped_code: int = 0,
@@ -94,7 +94,7 @@ class Agent:
         plan: Plan,
         log_dir: Path,
         aside: Path,
-        limits: Limits,
+        limits: WatchLimits,
         restarts: Restarts,
         signals: SupervisorSignals,
     ) -> None:
@@ -155,7 +155,7 @@ class Agent:
             return self.stopped_code
         return tell_of_stop(self.signals.received, self.tell)
 
-    def _take_part(self, meeting: Meeting, joined: Round) -> int | None:
+    def _take_part(self, meeting: Meeting, joined: RendezvousRound) -> int | None:
         """This machine's part of a round: the exit code, or None if there is another round."""
         try:
             joined, work = self._plan(joined)
@@ -176,7 +176,7 @@ class Agent:
             "MASTER_PORT": str(self.machines.port),
             "GROUP_RANK": str(joined.members.index(own)),
         }
-        place = Place(joined.first_rank, joined.world_size, variables)
+        place = WorkerPlace(joined.first_rank, joined.world_size, variables)
         log_name = f"{self.host}/{LOG_NAME}"
         store = self.aside / "store"
         with meeting.exchange.speaking:
@@ -193,7 +193,7 @@ class Agent:
         self._was_stopped = watch.stopped
         return code
 
-    def _plan(self, joined: Round) -> tuple[Round, Callable[[], object]]:
+    def _plan(self, joined: RendezvousRound) -> tuple[RendezvousRound, Callable[[], object]]:
         """What to run, on as many of the machines as can share it; all decide alike."""
         problem: UserError | None = None
         for count in range(len(joined.members), self.machines.fewest - 1, -1):
@@ -210,7 +210,7 @@ class Agent:
         assert problem is not None
         raise problem
 
-    def _stand_by(self, meeting: Meeting, joined: Round) -> int | None:
+    def _stand_by(self, meeting: Meeting, joined: RendezvousRound) -> int | None:
         """No rank of the round is on this machine; wait for the next one."""
         exchange, members = meeting.exchange, [member.index for member in joined.members]
         exchange.enter(joined.token, dict)
@@ -228,7 +228,7 @@ class Agent:
                 return None
         return self.stopped_code
 
-    def _announce(self, joined: Round) -> None:
+    def _announce(self, joined: RendezvousRound) -> None:
         own = joined.own
         mine = ranks([*range(joined.first_rank, joined.first_rank + own.nproc)])
         others = [member.host for member in joined.members if member != own]
@@ -244,7 +244,9 @@ class Agent:
 class RoundWatch(Watch):
     """Waits for this machine's ranks, and for news of the others'."""
 
-    def __init__(self, agent: Agent, meeting: Meeting, joined: Round, workers: WorkerGroup) -> None:
+    def __init__(
+        self, agent: Agent, meeting: Meeting, joined: RendezvousRound, workers: WorkerGroup
+    ) -> None:
         limits = agent.limits
         seconds = (limits.hang_seconds, limits.stop_seconds, limits.grace_seconds)
         super().__init__(workers, agent.signals, agent.echo, agent.tell, *seconds)
@@ -397,9 +399,9 @@ class RoundWatch(Watch):
         ]
         return sorted(found, key=lambda stack: stack.rank)
 
-    def _report_of(self, index: int) -> Report:
+    def _report_of(self, index: int) -> PeerReport:
         seen = self.exchange.seen.get(index)
-        return seen.report if seen else Report("")
+        return seen.report if seen else PeerReport("")
 
     def _idle_seconds(self) -> float:
         """How long no rank of any machine has made progress, as far as is known."""
@@ -437,12 +439,25 @@ class RoundWatch(Watch):
     def _after_all(self) -> int | None:
         """All ranks have ended well: because the run is complete, or to stop, or to regroup."""
         self.stopped = self.was_stopped()
+        if (end := self._wait_for_others()) is not None:
+            return self._end(end)
         if not self.stopped:
-            self.exchange.leave()
             return 0
-        self.exchange.refresh()
         again = bool(self.exchange.marks.keys() & {"regroup", "leaving"})
         if again and self.signals.received is None:
             return None
-        self.exchange.leave()
         return self.agent.stopped_code
+
+    def _wait_for_others(self) -> RoundEnd | None:
+        """Until all machines have ended the round well; what ended it otherwise."""
+        exchange, deadline = self.exchange, time.monotonic() + self.stop_seconds
+        exchange.leave()
+        while time.monotonic() < deadline and not self.signals.urgent and exchange.end is None:
+            if exchange.broken or exchange.quiet_seconds() > exchange.suspicious_seconds:
+                break
+            if exchange.have_left(self.others, self.joined.token):
+                break
+            if exchange.silent(self.others, self.agent.limits.lost_seconds):
+                break
+            self.signals.wait(0.1)
+        return exchange.end

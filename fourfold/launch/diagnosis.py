@@ -29,7 +29,7 @@ LAST_CHARACTERS = 20_000
 
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|socket timeout"
-    r"|remote process exited|wait timeout|socket closed",
+    r"|remote process exited|wait timeout|socket closed|pair closure|collective operation timeout",
     re.IGNORECASE,
 )
 

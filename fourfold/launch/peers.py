@@ -6,8 +6,8 @@ launch the agents speak, each for all ranks of its machine; where another launch
 ranks, each rank speaks for itself. A report carries a number that grows, so that nobody's clock
 is compared with anybody else's: who is silent is whose number stands still.
 
-    Report           what one process says
-    Exchange         the thread that writes ours and reads those of the others
+    PeerReport       what one process says
+    PeerExchange     the thread that writes ours and reads those of the others
     RoundEnd         why a round ended, written once by whoever finds out first, told by all
 """
 
@@ -63,7 +63,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Report:
+class PeerReport:
     """What a process says of itself and of the ranks it speaks for."""
 
     host: str
@@ -82,13 +82,13 @@ class Report:
         return min((rank.idle_seconds for rank in self.ranks.values()), default=0.0)
 
 
-def read_report(data: bytes) -> Report | None:
+def read_report(data: bytes) -> PeerReport | None:
     """None if it is no report: any process on the network can write to a store."""
     try:
         value = json.loads(data[:MOST_TEXT])
         ranks = {int(rank): _rank_state(state) for rank, state in value["ranks"].items()}
         words = {name: str(value[name])[:256] for name in ("host", "round", "status")}
-        return Report(
+        return PeerReport(
             **words,
             number=int(value["number"]),
             ranks=ranks,
@@ -141,11 +141,11 @@ def read_end(data: bytes) -> RoundEnd:
 class Seen:
     """The last report of a process, and when its number last grew."""
 
-    report: Report
+    report: PeerReport
     heard: float
 
 
-class Exchange:
+class PeerExchange:
     """Writes this process's report at every pulse, and reads those of the others.
 
     All of it in a thread of its own, with a connection of its own: a network that is cut makes a
@@ -167,7 +167,7 @@ class Exchange:
         # Held while it speaks, so that no process is forked in the middle of a sentence.
         self.speaking = threading.Lock()
         self._store = store
-        self._own = Report(host)
+        self._own = PeerReport(host)
         self._states: Callable[[], dict[int, RankState]] = dict
         self._waiting = waiting
         self._wake, self._done, self._closed = (threading.Event() for _ in range(3))
@@ -229,7 +229,7 @@ class Exchange:
         return self.end or end
 
     def refresh(self, seconds: float = 3.0) -> bool:
-        """Exchange once more, now; whether that was done in time."""
+        """Speak once more, now; whether that was done in time."""
         if self.broken:
             return False
         self._done.clear()
@@ -241,9 +241,11 @@ class Exchange:
         self._own = replace(self._own, status=ENDED)
         self.refresh()
 
-    def close(self) -> None:
+    def close(self, wait_seconds: float = 2.0) -> None:
         self._closed.set()
         self._wake.set()
+        # Not without end: it may be waiting for an answer.
+        self._thread.join(wait_seconds)
 
     def are_through(self) -> bool:
         """Whether all others that are heard of have left this round, or wait for none."""
@@ -277,7 +279,7 @@ class Exchange:
             )
         ]
 
-    def present(self) -> list[Report]:
+    def present(self) -> list[PeerReport]:
         """Of every process that was heard of a moment ago."""
         alive = [
             index for index in [*self.seen] if not self.silent([index], self.suspicious_seconds)
@@ -324,7 +326,7 @@ class Exchange:
         now = time.monotonic()
         for index in everyone:
             if index not in self.seen and store.check([f"fourfold/report/{index}"]):
-                self.seen[index] = Seen(Report(""), now)
+                self.seen[index] = Seen(PeerReport(""), now)
         # Who comes back comes back under another number.
         living = [index for index, seen in self.seen.items() if now - seen.heard < 10 * MINUTE]
         keys = {index: f"fourfold/report/{index}" for index in sorted(living)}

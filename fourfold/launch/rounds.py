@@ -23,7 +23,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from fourfold.errors import UserError
-from fourfold.launch.peers import Exchange
+from fourfold.launch.peers import PeerExchange
 from fourfold.launch.supervisor import Echo
 from fourfold.meeting import Patience, reach, serve
 from fourfold.signals import SupervisorSignals
@@ -88,7 +88,7 @@ class MeetingClosed(Exception):
 
 
 @dataclass(frozen=True)
-class Member:
+class RoundMember:
     """A machine of a round: which process speaks for it, and how many ranks it has."""
 
     index: int
@@ -98,11 +98,11 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Round:
+class RendezvousRound:
     token: str
     number: int
-    members: list[Member]  # in the order of their ranks
-    own: Member
+    members: list[RoundMember]  # in the order of their ranks
+    own: RoundMember
 
     @property
     def world_size(self) -> int:
@@ -156,7 +156,7 @@ class Meeting:
             keep_alive_interval=1,
             keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
         )
-        self.exchange = Exchange(self._connect(signals), host, self.handler.num_nodes_waiting)
+        self.exchange = PeerExchange(self._connect(signals), host, self.handler.num_nodes_waiting)
         self.abandoned = False
 
     def _serve(self) -> TCPStore | None:
@@ -181,7 +181,9 @@ class Meeting:
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
         return store
 
-    def join(self, nproc: int, signals: SupervisorSignals, lost_seconds: float) -> Round | None:
+    def join(
+        self, nproc: int, signals: SupervisorSignals, lost_seconds: float
+    ) -> RendezvousRound | None:
         """Wait for a round to take part in; None if a signal came first."""
         self.exchange.wait_for_round()
         patience, found = Patience(self.tell), Joining(self, nproc)
@@ -245,7 +247,7 @@ class Meeting:
     def abandon(self) -> None:
         """Leave without a word: nobody would hear it."""
         self.abandoned = True
-        self.exchange.close()
+        self.exchange.close(wait_seconds=0.0)
         # A network that comes back must not find a machine that nobody speaks for any more. In a
         # thread, because it waits for the answer to a question.
         threading.Thread(target=self.handler._stop_heartbeats, daemon=True).start()
@@ -272,7 +274,7 @@ class Joining(threading.Thread):
     def __init__(self, meeting: Meeting, nproc: int) -> None:
         super().__init__(name="joining", daemon=True)
         self.meeting, self.nproc = meeting, nproc
-        self.round: Round | None = None
+        self.round: RendezvousRound | None = None
         self.error: BaseException | None = None
         self.start()
 
@@ -282,7 +284,7 @@ class Joining(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def _join(self) -> Round:
+    def _join(self) -> RendezvousRound:
         meeting = self.meeting
         found = meeting.handler.next_rendezvous()
         if meeting.abandoned:
@@ -291,7 +293,7 @@ class Joining(threading.Thread):
         order = meeting.machines.node_rank
         if order is None:
             order = 0 if meeting.server is not None else 1 + found.rank
-        own = Member(meeting.exchange.index, meeting.host, self.nproc, order)
+        own = RoundMember(meeting.exchange.index, meeting.host, self.nproc, order)
         note = asdict(own)
         if found.rank == 0:
             number = meeting.store.add("fourfold/rounds", 1) - 1
@@ -302,6 +304,6 @@ class Joining(threading.Thread):
             for rank in range(found.world_size)
         ]
         names = ("index", "host", "nproc", "order")
-        members = [Member(*(note[name] for name in names)) for note in notes]
+        members = [RoundMember(*(note[name] for name in names)) for note in notes]
         members.sort(key=lambda member: (member.order, member.index))
-        return Round(notes[0]["token"], notes[0]["number"], members, own)
+        return RendezvousRound(notes[0]["token"], notes[0]["number"], members, own)

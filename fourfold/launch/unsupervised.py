@@ -27,7 +27,7 @@ from fourfold.launch.diagnosis import (
     explain_hang,
     ranks,
 )
-from fourfold.launch.peers import ENDED, Exchange, RankState, RoundEnd
+from fourfold.launch.peers import ENDED, PeerExchange, RankState, RoundEnd
 from fourfold.meeting import MEETING, open_store
 
 SEARCH_SECONDS = 8.0
@@ -44,7 +44,7 @@ def speaking_for(rank: int, size: int, timeout_seconds: float) -> Iterator[None]
         yield
         return
     store = open_store(rank, size, timeout_seconds)
-    voice = Voice(Exchange(store, socket.gethostname()), rank, size)
+    voice = Voice(PeerExchange(store, socket.gethostname()), rank, size)
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -61,7 +61,7 @@ def speaking_for(rank: int, size: int, timeout_seconds: float) -> Iterator[None]
 class Voice:
     """One rank among the others."""
 
-    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+    def __init__(self, exchange: PeerExchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
         self.host = socket.gethostname()
         self.serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)

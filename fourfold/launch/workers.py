@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from fourfold import heartbeat
-from fourfold.errors import USER_ERROR_EXIT, UserError, report
+from fourfold.errors import USER_ERROR_EXIT, UserError, report, told
 from fourfold.heartbeat import Beat, Board, Failure
 from fourfold.processors import threads_of_rank
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS, answer_with_stacks, forget_answers
@@ -51,9 +51,9 @@ class WorkerGroup:
         store: Path,
         log_name: str = LOG_NAME,
         threads: int | None = None,
-        place: Place | None = None,
+        place: WorkerPlace | None = None,
     ) -> None:
-        place = place or Place(0, nproc, {"FOURFOLD_STORE": str(store)})
+        place = place or WorkerPlace(0, nproc, {"FOURFOLD_STORE": str(store)})
         ranks = range(place.first_rank, place.first_rank + nproc)
         self.board = Board(nproc, place.first_rank)
         names = {rank: log_name.format(attempt=attempt, rank=rank) for rank in ranks}
@@ -188,7 +188,7 @@ def _reap_group(theirs: int, ours: int, store_dir: Path) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Which of all ranks of a run are those of this machine, and the variables by which they meet
     the others."""
 
@@ -204,7 +204,7 @@ class RankSpec:
     rank: int
     nproc: int
     attempt: int
-    place: Place
+    place: WorkerPlace
     log: RankLog
     board: Board
     supervisor: int
@@ -231,8 +231,9 @@ def run_rank(work: Callable[[], object], spec: RankSpec) -> NoReturn:
     try:
         _set_up(spec)
         code = _exit_code(work, spec)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
     except BaseException as error:
         code = report(error)
     finally:
@@ -279,10 +280,11 @@ def _exit_code(work: Callable[[], object], spec: RankSpec) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return 0
-        sys.stdout.flush()
+        with suppress(OSError):  # the log may be on a disk that is gone
+            sys.stdout.flush()
         # Noted before the message is written and any connection closes: this is the order in
         # which ranks failed, and the supervisor finds the message from here on.
-        spec.board.fail(spec.rank, spec.log.size())
+        spec.board.fail(spec.rank, spec.log.size(), told(error))
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             return error.code
         return report(error)
@@ -360,7 +362,8 @@ class Ending:
 
     def error_text(self) -> str:
         """What the rank said about its end: its error, or the last it wrote before a signal."""
-        return self.log.text(self.failure.log_offset if self.failure else self.log.start)
+        text = self.log.text(self.failure.log_offset if self.failure else self.log.start)
+        return text if text.strip() or self.failure is None else self.failure.words
 
 
 # -- prctl: no process outlives its parent ------------------------------------------------------

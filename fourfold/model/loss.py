@@ -31,7 +31,9 @@ def head_cross_entropy(
     dtype = compute_dtype(hidden.device, head.dtype)
     weights = loss_mask.to(_wide(dtype)) * scale  # (N,)
     vocabulary = vocabulary or Vocabulary()
-    chunk_tokens = chunk_tokens or default_chunk_tokens(on_cpu=hidden.is_cpu)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(
+        on_cpu=hidden.is_cpu, low=dtype.itemsize < 4
+    )
     # Asked here, for inside the function gradients are always off.
     trains = torch.is_grad_enabled()
     return _HeadCrossEntropy.apply(
@@ -39,11 +41,14 @@ def head_cross_entropy(
     )
 
 
-def default_chunk_tokens(*, on_cpu: bool) -> int:
+def default_chunk_tokens(*, on_cpu: bool, low: bool) -> int:
     """Large enough that adding a chunk's gradient to the head's, a pass over (V, D) in fp32, costs
     little beside its products: a GPU makes the products faster, by more than it has faster memory.
+    Products of `low` precision are faster too, and cannot add up in fp32 as they go.
     """
-    return 1024 if on_cpu else 4096
+    if on_cpu:
+        return 1024 if low else 512
+    return 4096
 
 
 def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Kernels in C, compiled on first use by the machine's own compiler and called through ctypes.
 
     library("decode")      -> the CDLL of decode.c, or None where it cannot be built
+    library("blocks")      -> that of blocks.cpp, which is C++ since torch's allocators are
     why_not("decode")      -> the reason it cannot, in a sentence for the user
 
 What is compiled here is faster than what torch has for it, never different in what it means: every
@@ -37,6 +38,7 @@ SOURCES = Path(__file__).parent
 # Sums keep their order and products are only fused where the source says so: otherwise the same
 # row could differ in its last bits between a kernel for one row and one for eight.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
+CXX_FLAGS = ("-O2", "-std=c++20", "-fPIC")
 COMPILE_SECONDS = 120
 NEEDED_INSTRUCTIONS = {"avx2", "fma", "f16c"}
 DIGEST_BYTES = 32
@@ -47,7 +49,7 @@ class _Unavailable(Exception):
 
 
 def library(name: str, march: str | None = None) -> ctypes.CDLL | None:
-    """The compiled `<name>.c` of this directory, once a process; None where there is none."""
+    """The compiled source `name` of this directory, once a process; None where there is none."""
     return _load(name, march or _march())[0]
 
 
@@ -77,24 +79,48 @@ def _build(name: str, march: str) -> ctypes.CDLL:
     flags = cpu_flags()
     if missing := NEEDED_INSTRUCTIONS - flags:
         raise _Unavailable(f"the processor has no {', '.join(sorted(missing))}")
+    source = SOURCES / f"{name}.cpp"
+    if source.exists():
+        compiler, words, linked = _cxx()
+    else:
+        source = SOURCES / f"{name}.c"
+        compiler, words, linked = _cc(march)
+    headers = [header.read_bytes() for header in sorted(SOURCES.glob("*.h"))]
+    version = _run([compiler, "--version"])
+    asked = " ".join([*words, *linked, *sorted(flags)]).encode()
+    key = hashlib.sha256(b"\0".join([source.read_bytes(), *headers, version, asked])).hexdigest()
+    directory = _directory()
+    path = directory / f"{name}-{key[:24]}.so"
+    if (kept := _open(path)) is not None:
+        return kept
+    _compile(compiler, words, linked, source, path)
+    if (made := _open(path)) is None:
+        raise _Unavailable(f"{path} cannot be loaded after it was built")
+    return made
+
+
+def _cc(march: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The compiler of C, its flags, and what to link with."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         raise _Unavailable("there is no C compiler (cc, gcc or what CC names)")
     _share_openmp()
-    source = (SOURCES / f"{name}.c").read_bytes()
-    headers = [header.read_bytes() for header in sorted(SOURCES.glob("*.h"))]
-    version = _run([compiler, "--version"])
-    words = (*FLAGS, f"-march={march}")
-    parts = [source, *headers, version, " ".join([*words, *sorted(flags)]).encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-    directory = _directory()
-    path = directory / f"{name}-{key}.so"
-    if (kept := _open(path)) is not None:
-        return kept
-    _compile(compiler, words, SOURCES / f"{name}.c", path)
-    if (made := _open(path)) is None:
-        raise _Unavailable(f"{path} cannot be loaded after it was built")
-    return made
+    return compiler, (*FLAGS, f"-march={march}"), ("-lm",)
+
+
+def _cxx() -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The same of C++, with the headers and the core library of the torch that is installed."""
+    import torch
+
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        raise _Unavailable("there is no C++ compiler (c++, g++ or what CXX names)")
+    home = Path(torch.__file__).parent
+    # The version is a flag so that a library made for another torch is not taken for this one's.
+    version = f'-DTORCH="{torch.__version__}"'
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    words = (*CXX_FLAGS, version, abi, f"-I{home / 'include'}")
+    return compiler, words, (f"-L{home / 'lib'}", "-lc10")
 
 
 def cpu_flags() -> set[str]:
@@ -157,13 +183,15 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _compile(compiler: str, words: tuple[str, ...], source: Path, path: Path) -> None:
+def _compile(
+    compiler: str, words: tuple[str, ...], linked: tuple[str, ...], source: Path, path: Path
+) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
             object_file, unfinished = Path(folder) / "a.o", Path(folder) / "a.so"
             _run([compiler, *words, "-c", str(source), "-o", str(object_file)])
             # Linked without -fopenmp, which would name a library of its own.
-            _run([compiler, "-shared", str(object_file), "-o", str(unfinished), "-lm"])
+            _run([compiler, "-shared", str(object_file), "-o", str(unfinished), *linked])
             code = unfinished.read_bytes()
             unfinished.write_bytes(code + hashlib.sha256(code).digest())
             unfinished.replace(path)

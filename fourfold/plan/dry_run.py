@@ -41,7 +41,7 @@ from fourfold.shards import local
 from fourfold.terminal import in_bytes
 
 CPU = torch.device("cpu")
-AGREED_NUMBERS = 3  # loss, squared norm and a request to stop, in double precision
+AGREED_NUMBERS = 4  # loss, squared norm, requests to stop and to save, in double precision
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ TraceOf = Callable[[Config, int, int], Trace]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Misfit:
     """Something that would hang or mix up a run: a sentence that names the ranks."""
 
     text: str
@@ -46,7 +46,7 @@ class Rehearsal:
     layout: Layout
     micro_batches: int
     traced: list[int]  # the ranks whose traces were made; the others' follow from them
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Misfit] = field(default_factory=list)
     collectives: int = 0
     messages: int = 0
 
@@ -132,16 +132,17 @@ class Play:
 
     def run(self) -> None:
         """To the end of all traces, or until nothing can move or something does not fit."""
-        pending = set(self.traces)
-        while pending and not self.rehearsal.findings:
+        while (pending := self._unended()) and not self.rehearsal.findings:
             moved = {rank for rank in pending if self._advance(rank)}
             moved |= self._meet()
             if not moved:
                 self._explain_standstill()
                 return
-            pending = {rank for rank in self.traces if self._current(rank) is not None}
         if not self.rehearsal.findings:
             self._explain_what_is_left()
+
+    def _unended(self) -> list[int]:
+        return [rank for rank in self.traces if self._current(rank) is not None]
 
     def _current(self, rank: int) -> Operation | None:
         trace, at = self.traces[rank], self.at[rank]
@@ -257,7 +258,7 @@ class Play:
     # -- what went wrong ----------------------------------------------------------------------
 
     def _find(self, text: str, *ranks: int) -> None:
-        self.rehearsal.findings.append(Finding(text, ranks))
+        self.rehearsal.findings.append(Misfit(text, ranks))
 
     def _waits_for(self, rank: int) -> list[int]:
         """The ranks without which this one cannot go on."""
@@ -289,8 +290,7 @@ class Play:
 
     def _explain_standstill(self) -> None:
         """Follow who waits for whom, to a rank that has ended or around a circle."""
-        rank = next(rank for rank in self.traces if self._current(rank) is not None)
-        path = [rank]
+        path = self._unended()[:1]
         while (others := self._waits_for(path[-1])) and others[0] not in path:
             path.append(others[0])
         if others:

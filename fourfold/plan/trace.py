@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import Config
 from fourfold.data import Batch
-from fourfold.engine.updates import updates_of
+from fourfold.engine.updates import Asked, updates_of
 from fourfold.mesh import AXES, Mesh, fake_mesh
 from fourfold.optim import build_optimizer
 from fourfold.parallel import Runner, build_on_meta, build_runner, layout_of
@@ -115,7 +115,7 @@ def _step(config: Config, runner: Runner, micro_batches: int, recorder: Recorder
         recorder.doing = "forward and backward"
         share = runner.run(batch, 1, 1.0)
         recorder.doing = "update"
-        updates.apply(1, share, 1e-4, 1.0, False)
+        updates.apply(1, share, 1e-4, 1.0, Asked())
         recorder.doing = "evaluation"
         runner.evaluate(batch)
 

@@ -9,6 +9,7 @@ last checkpoint, or before the first, there is only one to ask.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from fourfold.parallel import layout_of
 
 if TYPE_CHECKING:
     from fourfold.engine import Engine
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
 
 # What follows from the layout, and is derived anew where another one is asked for.
 OF_LAYOUT = (
@@ -196,7 +197,7 @@ class Segment:
     ) -> Engine:
         """An engine that stands where these steps begin; on every rank."""
         from fourfold.engine import build_engine
-        from fourfold.engine.saving import restore_from
+        from fourfold.engine.resuming import restore_from
 
         wanted = layout_of(config).world_size if world_size is None else world_size
         engine = build_engine(config, wanted, open_foreign=open_foreign)
@@ -229,8 +230,18 @@ def samples_of_step(data: RunData, config: Config, step: int) -> StepSamples:
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """Where an engine may write while a question is answered."""
+def scratch_directory(name: str | None = None) -> Iterator[Path]:
+    """Where an engine may write while a question is answered.
+
+    Ranks that others started must agree on its `name`; each machine has its own.
+    """
+    if name is not None:
+        place = Path(tempfile.gettempdir()) / name
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return
     with tempfile.TemporaryDirectory(prefix="fourfold-question-") as folder:
         yield Path(folder)
 

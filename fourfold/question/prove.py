@@ -9,7 +9,7 @@
 On the run's layout, torch and kind of processor steps must agree to the bit; elsewhere losses and
 norms to `TOLERANCE` and tensors to `TENSOR_TOLERANCE` of their norm. Whoever changes a weight and
 the hashes over it is found by the steps; whoever changes a measured time is found by the seal.
-A `Finding` names the file, the step and the tensor or field.
+A `Discrepancy` names the file, the step and the tensor or field.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from fourfold import checkpoint
 from fourfold.config import Config
 from fourfold.config.batch_schedule import LeftOut
-from fourfold.data.datasets import prefix_of
+from fourfold.data.datasets import manifest_section, prefix_of
 from fourfold.engine.saving import state_of, tensors_to_load
 from fourfold.errors import CheckpointError, DataError, UserError
 from fourfold.metrics import Sinks
@@ -57,7 +57,7 @@ OF_STATE = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class Discrepancy:
     """Something that is not as the run left it, or not what its steps come to."""
 
     what: str  # file, data, log, loss, evaluation, tensor, state
@@ -79,13 +79,13 @@ class Proof:
     run: Path
     overrides: Sequence[str] = ()
     nproc: int | None = None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Discrepancy] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
     def steps(
         self, sample: int | None = None, every: bool = False, seed: int = 0
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Discrepancy]:
         """Look at everything; recompute all steps, or as many as `sample` drawn at random."""
         history = RunHistory(self.run)
         with scratch_directory() as scratch:
@@ -99,7 +99,7 @@ class Proof:
                 for finding in self._segment(history, segment, sound, scratch):
                     yield self._note(finding)
 
-    def _note(self, finding: Finding) -> Finding:
+    def _note(self, finding: Discrepancy) -> Discrepancy:
         self.findings.append(finding)
         return finding
 
@@ -113,32 +113,36 @@ class Proof:
 
     # -- what lies there ----------------------------------------------------------------------
 
-    def _files(self, history: RunHistory, sound: list[int]) -> Iterator[Finding]:
+    def _files(self, history: RunHistory, sound: list[int]) -> Iterator[Discrepancy]:
         for step, directory in history.checkpoints.items():
             problems = checkpoint.verify(directory)
             for problem in problems:
-                yield Finding("file", str(directory), problem, step)
+                yield Discrepancy("file", str(directory), problem, step)
             if not problems:
                 sound.append(step)
         self.checked.append(f"every byte of {count_of(len(history.checkpoints), 'checkpoint')}")
 
-    def _data(self, history: RunHistory, scratch: Path) -> Iterator[Finding]:
+    def _data(self, history: RunHistory, scratch: Path) -> Iterator[Discrepancy]:
         newest = max(history.checkpoints)
         try:
             config = self._config(history.segment(max(newest, 1)), scratch)
             data = history.segment(max(newest, 1)).data(config)
         except (UserError, OSError) as error:
-            yield Finding("data", str(self.run), f"the data cannot be opened: {error}")
+            yield Discrepancy("data", str(self.run), f"the data cannot be opened: {error}")
             return
         for source in data.sources:
             result = verify(prefix_of(source.path), config.Model.vocab_size)
             for problem in result.problems:
-                yield Finding("data", str(source.path), problem)
+                yield Discrepancy("data", str(source.path), problem)
+            sizes, hashes = (manifest_section(source.manifest, key) for key in ("bytes", "sha256"))
+            if sizes.keys() != hashes.keys():
+                text = "the manifest is damaged: it names sizes and hashes of different files"
+                yield Discrepancy("data", str(source.path), text)
             self.checked += [f"{source.path}: {text}" for text in result.checked]
             for text in result.unchecked:
                 if source.manifest is not None:
                     # It was whole when it was written.
-                    yield Finding("data", str(source.path), f"the manifest is damaged: {text}")
+                    yield Discrepancy("data", str(source.path), f"the manifest is damaged: {text}")
                 else:
                     self.unchecked.append(f"{source.path}: {text}")
         for step in history.checkpoints:
@@ -149,17 +153,17 @@ class Proof:
                     continue  # the steps of that one open its data again
                 if saved != data.train_fingerprint:
                     text = "the training data is not what the checkpoint was trained with"
-                    yield Finding("data", str(history.checkpoints[step]), text, step)
+                    yield Discrepancy("data", str(history.checkpoints[step]), text, step)
         data.close()
 
-    def _log(self, history: RunHistory, scratch: Path) -> Iterator[Finding]:
+    def _log(self, history: RunHistory, scratch: Path) -> Iterator[Discrepancy]:
         file = self.run / FILE_NAME
         if not file.exists():
-            yield Finding("log", str(file), "there is none")
+            yield Discrepancy("log", str(file), "there is none")
             return
         problem, since = check_seal(file)
         if problem is not None:
-            yield Finding("log", str(file), problem)
+            yield Discrepancy("log", str(file), problem)
         elif since < 0:
             self.unchecked.append(f"{file}: what was measured; no seal was put on it")
         elif since:
@@ -167,7 +171,7 @@ class Proof:
         try:
             records = history.records
         except DataError as error:
-            yield Finding("log", str(file), str(error))
+            yield Discrepancy("log", str(file), str(error))
             return
         last = max(history.checkpoints)
 
@@ -184,11 +188,11 @@ class Proof:
 
         try:
             for problem in record_problems(records, config_of):
-                yield Finding("log", str(file), problem)
+                yield Discrepancy("log", str(file), problem)
             for step in missing_records(records, last, config_of):
-                yield Finding("log", str(file), "the record of this step is missing", step)
+                yield Discrepancy("log", str(file), "the record of this step is missing", step)
         except UserError as error:
-            yield Finding("log", str(file), f"the configuration cannot be read: {error}")
+            yield Discrepancy("log", str(file), f"the configuration cannot be read: {error}")
         self.checked.append(f"{count_of(len(records), 'record')} of the log")
 
     # -- what is computed again ---------------------------------------------------------------
@@ -214,7 +218,7 @@ class Proof:
 
     def _segment(
         self, history: RunHistory, segment: Segment, sound: list[int], scratch: Path
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Discrepancy]:
         """One stretch between checkpoints; from an earlier one where its first is damaged."""
         end = segment.end
         assert end is not None
@@ -231,22 +235,21 @@ class Proof:
             code, answer = on_ranks(world, scratch, asked.run, config, threads)
         except (UserError, OSError, AssertionError) as error:
             text = f"the steps up to it cannot be computed: {error}"
-            yield Finding("file", str(history.checkpoints[end]), text, end)
+            yield Discrepancy("file", str(history.checkpoints[end]), text, end)
             return
         if code:
             text = "the steps up to it cannot be computed; see above"
-            yield Finding("file", str(history.checkpoints[end]), text, end)
+            yield Discrepancy("file", str(history.checkpoints[end]), text, end)
             return
         for row in answer:
-            yield Finding(**row)
+            yield Discrepancy(**row)
 
     def _config(self, segment: Segment, scratch: Path) -> Config:
         size = self.nproc or segment.layout.world_size
-        # Indices are built anew: those in a cache may be what is damaged.
-        cache_dir = f"Data.dataset.cache_dir={scratch / 'cache'}"
         config = segment.config(scratch, self.overrides, size)
         if not any(text.startswith("Data.dataset.cache_dir=") for text in self.overrides):
-            config.Data.dataset.cache_dir = cache_dir.partition("=")[2]
+            # Indices are built anew: those in a cache may be what is damaged.
+            config.Data.dataset.cache_dir = str(scratch / "cache")
         return config
 
 
@@ -324,7 +327,7 @@ class Recomputed:
         return list(rows.values())
 
     def _add(self, what: str, where: Path, text: str, step: int, name: str) -> None:
-        told = Finding(what, str(where), text, step, name)
+        told = Discrepancy(what, str(where), text, step, name)
         self.found.append(asdict(told))
 
     def _compare_record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -397,7 +400,7 @@ def _as_saved_first(state: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     """A checkpoint that a run went back to was saved again, with the samples after it that are left
     out from then on, and one more in the count: without these."""
     there = dict(state)
-    place = LeftOut.of(there.get("left_out") or []).sample_at(int(there["consumed_samples"]))
+    place = LeftOut.of(there.get("left_out") or []).end_of(int(there["consumed_samples"]))
     known = [pair for pair in there.pop("left_out", None) or [] if pair[0] < place]
     if known or engine.config.left_out:
         own = [pair for pair in engine.config.left_out.to_list() if pair[0] >= place]

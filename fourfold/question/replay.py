@@ -23,7 +23,7 @@ from fourfold.parallel import layout_of
 from fourfold.question.history import RunHistory, Segment
 from fourfold.tokenizer import Tokenizer
 from fourfold.trace import (
-    Seen,
+    SeenTensor,
     StepReport,
     TokenLosses,
     gradient_norms,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fourfold.config import Config
     from fourfold.data import Batch
     from fourfold.engine import Engine
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
     from fourfold.engine.updates import StepResult
 
 # Relative, of losses and gradient norms on another layout or machine than the run's.
@@ -157,7 +157,7 @@ class Largest:
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
 
-    def take(self, seen: Seen) -> None:
+    def take(self, seen: SeenTensor) -> None:
         if seen.tensor.numel():
             value = float(seen.tensor.abs().max())
             self.values[seen.name] = max(self.values.get(seen.name, 0.0), value)

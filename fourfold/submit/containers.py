@@ -22,10 +22,9 @@ from typing import Any
 import yaml
 
 from fourfold import __version__
-from fourfold.submit.job import Job
+from fourfold.submit.job import STOPPED_CODE, Job
 
 PORT = 29500
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 CONTAINER, SHM, DATA = "fourfold", "shm", "data"
 # The label of a host, with room for an index of five digits behind a dash.
 _LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,55}[a-z0-9])?", re.ASCII)
@@ -89,7 +88,7 @@ def _command(job: Job) -> str:
         command="fourfold " + job.shell_words(),
         ranks_per_node=job.ranks_per_node,
         max_restarts=job.max_restarts,
-        stopped=STOPPED,
+        stopped=STOPPED_CODE,
     )
 
 
@@ -195,7 +194,7 @@ class Kubernetes:
         }
         rules: list[dict[str, Any]] = [
             {"action": "FailJob", "onExitCodes": _exit_codes(2)},
-            {"action": "Ignore", "onExitCodes": _exit_codes(STOPPED)},
+            {"action": "Ignore", "onExitCodes": _exit_codes(STOPPED_CODE)},
             # Drained, preempted: nobody's failure.
             {
                 "action": "Ignore",
@@ -334,7 +333,7 @@ class SkyPilot:
             resources["cpus"] = f"{job.ranks_per_node}+"
         resources["job_recovery"] = {
             "max_restarts_on_errors": job.max_restarts,
-            "recover_on_exit_codes": [STOPPED],
+            "recover_on_exit_codes": [STOPPED_CODE],
         }
         return {
             "name": job.name,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fourfold import storage
 from fourfold.config import Config, ConfigSource, read_config
 from fourfold.config.auto_constraints import is_auto_requested, read_constraints, without_layout
 from fourfold.config.load import validate
@@ -28,6 +29,7 @@ from fourfold.plan.planner import Candidate, plan
 from fourfold.plan.report import Goodput, goodput_of
 from fourfold.plan.suggestions import impossible
 
+STOPPED_CODE = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
 SAVE_STEPS = "Engine.save_load.save_steps"
 HOUR, DAY = 3600, 86400
 LONGEST_JOB = DAY  # unless the user asks for more; few partitions allow more
@@ -283,9 +285,9 @@ def _planned(
     sizes: tuple[int, int],
     limit: int | None,
 ) -> Job:
-    words = ["train", "-c", str(request.file)]
+    words = ["train", "-c", storage.name_of(request.file)]
     words += [word for text in request.overrides for word in ("-o", text)]
-    output_dir = Path(config.Engine.save_load.output_dir)
+    output_dir = storage.local_path(config.Engine.save_load.output_dir)
     job = Job(
         name=request.name or _name_of(output_dir),
         nodes=sizes[0],

@@ -20,10 +20,9 @@ from pathlib import Path
 
 from fourfold import __version__
 from fourfold.signals import STOP_FILE
-from fourfold.submit.job import Job, clock
+from fourfold.submit.job import STOPPED_CODE, Job, clock
 
 MASTER_PORT = 29500
-STOPPED_CODE = 75  # sysexits.h: a temporary failure, to be tried again
 # Options of sbatch that the script itself needs as they are.
 OURS = {
     *("--array", "--chdir", "--error", "--job-name", "--no-requeue", "--nodes", "--ntasks"),

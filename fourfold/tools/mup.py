@@ -41,7 +41,7 @@ from fourfold.config.load import ConfigSource
 from fourfold.data import Batch
 from fourfold.device import select_device, set_numerics
 from fourfold.engine.run_data import open_run_data
-from fourfold.engine.updates import updates_of
+from fourfold.engine.updates import Asked, updates_of
 from fourfold.errors import UserError
 from fourfold.mesh import connect
 from fourfold.model import GPT
@@ -134,7 +134,7 @@ class Trial:
         """The loss before the update; infinite where it is not a number."""
         self.steps += 1
         share = self.runner.run(batch, self.steps)
-        self.updates.apply(self.steps, share, learning_rate, 1.0, asked=False)
+        self.updates.apply(self.steps, share, learning_rate, 1.0, Asked())
         (result,) = self.updates.results(of_all=True)
         return result.loss if result.finite else math.inf
 

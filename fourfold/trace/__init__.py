@@ -8,12 +8,12 @@
 Everything here reads and changes nothing: a step that is watched has the bits of one that is not.
 """
 
-from fourfold.trace.modules import Seen, watch_modules
+from fourfold.trace.modules import SeenTensor, watch_modules
 from fourfold.trace.step_report import StepReport, gradient_norms, report_lines
 from fourfold.trace.token_losses import TokenLosses
 
 __all__ = [
-    "Seen",
+    "SeenTensor",
     "StepReport",
     "TokenLosses",
     "gradient_norms",

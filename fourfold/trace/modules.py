@@ -1,8 +1,8 @@
 """Watching modules: every output and its gradient, as parts of logical tensors.
 
 A logical tensor is what one process would have: the output of `layers.3.attn.qkv` for one
-micro-batch of the global batch, whole. A rank has a rectangle of it (`Seen.box`), cut as the table
-of parameters says: features of a column-parallel layer, heads of attention, positions under
+micro-batch of the global batch, whole. A rank has a rectangle of it (`SeenTensor.box`), cut as the
+table of parameters says: features of a column-parallel layer, heads of attention, positions under
 sequence parallelism, or all of it. Rectangles of two layouts with the same name and micro-batch are
 parts of the same tensor, so they can be compared element by element, one tensor at a time.
 
@@ -34,7 +34,7 @@ Wanted = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenTensor:
     """This rank's part of a logical tensor, while it is being computed."""
 
     name: str  # of the module
@@ -47,7 +47,7 @@ class Seen:
     recomputed: bool = False
 
 
-Take = Callable[[Seen], None]
+Take = Callable[[SeenTensor], None]
 
 
 class MicroBatches:
@@ -133,7 +133,7 @@ class _Watch:
     def _see(self, name: str, output: Tensor) -> None:
         box, shape, replica = place_of(self.runner, self.part, name, self.module, output)
         number = self.micro_batches.current
-        known = partial(Seen, name, micro_batch=number, box=box, shape=shape, replica=replica)
+        known = partial(SeenTensor, name, micro_batch=number, box=box, shape=shape, replica=replica)
         # In the backward pass a layer is computed again, and no part is called.
         again = torch._C._current_graph_task_id() != -1
         self.take(known(backward=False, tensor=output.detach(), recomputed=again))

@@ -21,7 +21,7 @@ from fourfold.accept.layouts import LAYOUTS
 from fourfold.accept.report import AcceptanceReport, Check, ReportSection, page_of
 from fourfold.accept.trials import without_paths
 from fourfold.cli import command_line, main
-from fourfold.engine import Engine, saving
+from fourfold.engine import Engine, resuming
 from fourfold.parallel import Runner
 from fourfold.parallel.tensor import VocabularyRows
 
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_lost_is_named_in_low_precision_too(
 def test_a_run_that_resumes_wrongly_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = saving.resume
+    sound = resuming.resume
 
     def unsound(run: Engine) -> Any:
         restored = sound(run)
@@ -123,7 +123,7 @@ def test_a_run_that_resumes_wrongly_is_named(
             next(iter(run.runner.masters.values())).data.mul_(1.0001)
         return restored
 
-    monkeypatch.setattr(saving, "resume", unsound)
+    monkeypatch.setattr(resuming, "resume", unsound)
     only_layout("dp2", monkeypatch)
     result, report = accepted(tmp_path, "--only", "resuming")
     assert result.exit_code == 1

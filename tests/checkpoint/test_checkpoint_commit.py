@@ -13,7 +13,7 @@ import pytest
 from helpers.checkpoint_samples import blank, content, in_child, same_bits, sample, state_of
 
 from fourfold import checkpoint
-from fourfold.checkpoint import directory, reading, writing
+from fourfold.checkpoint import directory, reading, rendezvous, writing
 from fourfold.errors import CheckpointError
 
 
@@ -234,7 +234,7 @@ def test_an_input_output_error_or_an_interrupt_loses_nothing(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(writing, broken, fail)
+            patch.setattr(rendezvous if broken == "commit" else writing, broken, fail)
             with pytest.raises(expected if isinstance(expected, type) else type(expected)):
                 save(tmp_path, 2)
         assert names(tmp_path) == {"step_1", "step_2", "latest"}

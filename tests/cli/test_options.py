@@ -55,6 +55,7 @@ SERVE, LAYOUT = "serve -c run.yaml", "layout -c short.yaml"
 CALIBRATE = "plan -c steps.yaml --cluster A100 --calibrate steps"
 DRY_RUN = "plan --dry-run -c short.yaml"
 DOCTOR = "doctor --seconds 0.05"
+REHEARSE = "rehearse -c short.yaml"
 SUBMIT = "submit -c short.yaml --to slurm --nodes 1 --nproc 1"
 ACCEPT = "accept --quick --device cpu --nproc 1 --only memory"
 MUP_CHECK = "mup check -c run.yaml --widths 16,32 --steps 1"
@@ -85,6 +86,10 @@ ROWS: dict[str, Row] = {
     "train --nnodes": Row(TRAIN, "... --nnodes 2", REFUSED + "--node-rank"),
     "train --node-rank": Row(TRAIN, "... --node-rank 1", REFUSED + "--nnodes"),
     "train --master": Row(TRAIN, "... --master a:1", REFUSED + "--nnodes"),
+    "train --lost-seconds": Row(TRAIN, "... --lost-seconds 9", REFUSED + "--lost-seconds"),
+    "train --stopped-exit-code": Row(
+        TRAIN, "... --stopped-exit-code 300", REFUSED + "--stopped-exit-code"
+    ),
     "train --auto": Row(TRAIN, "... --auto", "auto: chosen dp1"),
     "train --cluster": Row(f"{TRAIN} --auto", "... --cluster A100", r"\(--cluster A100\)"),
     # bench
@@ -177,6 +182,21 @@ ROWS: dict[str, Row] = {
     "plan --world": Row(DRY_RUN, "... --world 2", "rank 0 of 2"),
     "plan --self-test": Row("plan", "... --self-test", "met  ", slow=True),
     "plan --rows": Row("plan --rows none.csv", "... --self-test", "none.csv: cannot be read"),
+    # rehearse
+    "rehearse --config": Row("rehearse", REHEARSE, "all ranks end"),
+    "rehearse --override": Row(REHEARSE, "... -o Distributed.mp_degree=2", "2 ranks"),
+    "rehearse --world": Row(REHEARSE, "... --world 2", "2 ranks"),
+    "rehearse --micro-batches": Row(
+        f"{REHEARSE} -o Distributed.pp_degree=2 -o Data.batch_size.micro_batch_size=1",
+        "... --micro-batches 3",
+        "3 micro-batch",
+    ),
+    "rehearse --all-ranks": Row(
+        f"{REHEARSE} --world 4",
+        "... --all-ranks",
+        "of which 4 run",
+    ),
+    "rehearse --json": Row(REHEARSE, "... --json", '"findings"'),
     # mup
     "mup check --config": Row(MUP_CHECK.replace("-c run.yaml", ""), MUP_CHECK, "base width 16"),
     "mup check --override": Row(MUP_CHECK, "... -o Model.mup_base_width=8", "base width 8"),
@@ -205,6 +225,16 @@ ROWS: dict[str, Row] = {
     "doctor --force": Row(f"{DOCTOR} --out old.yaml", "... --force", "^exit 0", slow=True),
     "doctor --seconds": Row("doctor --out old.yaml", "... --seconds 61", "--seconds"),
     "doctor --directory": Row(DOCTOR, "... --directory none", REFUSED + "none", slow=True),
+    "doctor --nodes": Row(DOCTOR, "doctor --nodes", "ranks on 1 machine|found:", slow=True),
+    "doctor --json": Row("doctor --nodes", "... --json", '"findings"', slow=True),
+    "doctor --one-by-one": Row(
+        "doctor --nodes", "doctor --one-by-one", REFUSED + "--one-by-one has no effect", slow=True
+    ),
+    "doctor --nnodes": Row("doctor --nodes", "... --nnodes 2", REFUSED + "missing", slow=True),
+    "doctor --node-rank": Row(
+        "doctor --nodes", "... --node-rank 1", REFUSED + "missing", slow=True
+    ),
+    "doctor --master": Row("doctor --nodes", "... --master a:1", REFUSED + "missing", slow=True),
     # quickstart
     "quickstart --override": Row(QUICKSTART, "... -o Engine.max_steps=2", "step_2/", slow=True),
     "quickstart --dir": Row(QUICKSTART, "... --dir there", "there/corpus", slow=True),

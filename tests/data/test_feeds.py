@@ -153,7 +153,7 @@ def test_what_rank_0_has_checked_the_others_do_not_read_again(
         "fourfold.data.cache._checksum",
         "fourfold.data.samples.build_indices",
         "fourfold.data.index._count_rows",
-        "fourfold.data.index.passing_blocks",
+        "fourfold.data.datasets.TokenDataset.blocks_from",
     ):
         monkeypatch.setattr(name, lambda *_: pytest.fail("read through again"))
     second = open_run_data(config, Layout(dp=2), 1, checked=True)

@@ -14,6 +14,7 @@ import torch
 from helpers.token_files import Numbers, write_megatron
 
 from fourfold.data import Batch, Loader, Mixture, Samples, SampleSpec, cache, index, open_datasets
+from fourfold.data.datasets import TokenDataset
 from fourfold.data.mixture import DataSource
 from fourfold.errors import DataError
 from fourfold.tools.prepare.pipeline import prepare
@@ -147,7 +148,7 @@ def test_a_rank_reads_its_own_samples_only(
     # The others of a run open the same and find what the first one counted.
     with cache.trusting(), monkeypatch.context() as patch:
         patch.setattr(index, "_count_rows", lambda *_: pytest.fail("counted again"))
-        patch.setattr(index, "passing_blocks", lambda *_: pytest.fail("read again"))
+        patch.setattr(TokenDataset, "blocks_from", lambda *_: pytest.fail("read again"))
         again = Mixture.open(mixed_sources(tmp_path), spec, 600)
         ranks[2] = Loader(again, GLOBAL_BATCH, EOS, rank=2, size=4, prefetch=0)
     reading_only(4 * len(expected) * GLOBAL_BATCH // 4, monkeypatch)

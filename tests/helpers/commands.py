@@ -43,6 +43,7 @@ OTHERS = (
         "pip",
         "python",
         "python3",
+        "sbatch",
         "sky",
         "tar",
         "wget",

@@ -14,11 +14,18 @@ from torch.distributed import HashStore, TCPStore
 
 from fourfold import meeting
 from fourfold.launch.diagnosis import Frame
-from fourfold.launch.peers import Exchange, RankState, Report, RoundEnd, read_end, read_report
+from fourfold.launch.peers import (
+    PeerExchange,
+    PeerReport,
+    RankState,
+    RoundEnd,
+    read_end,
+    read_report,
+)
 from fourfold.meeting import MEETING, STORE_FILE, open_store
 
 STATE = RankState(12, "forward_backward", 0.5, "S", True, (Frame("/a/b.py", 3, "wait"),))
-REPORT = Report("node1", 7, "token", "", {2: STATE, 3: RankState()}, True)
+REPORT = PeerReport("node1", 7, "token", "", {2: STATE, 3: RankState()}, True)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -48,7 +55,7 @@ def test_any_value_in_place_of_one_is_read(name: str, value: object) -> None:
 def test_who_is_silent_is_whose_number_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fourfold.launch.peers.PULSE_SECONDS", 0.02)
     store = HashStore()
-    one, two = Exchange(store, "a"), Exchange(store, "b")
+    one, two = PeerExchange(store, "a"), PeerExchange(store, "b")
     for exchange in (one, two):
         exchange.enter("round", lambda: {0: STATE})
     assert one.refresh() and two.refresh() and one.refresh()
@@ -64,7 +71,7 @@ def test_who_is_silent_is_whose_number_stands_still(monkeypatch: pytest.MonkeyPa
 
 def test_the_first_to_say_why_a_round_ended_is_believed() -> None:
     store = HashStore()
-    one, two = Exchange(store, "a"), Exchange(store, "b")
+    one, two = PeerExchange(store, "a"), PeerExchange(store, "b")
     for exchange in (one, two):
         exchange.enter("round", dict)
     assert one.post_end(RoundEnd(["first"], 2, 1)) == RoundEnd(["first"], 2, 1)

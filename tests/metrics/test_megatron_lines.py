@@ -219,7 +219,10 @@ def test_a_run_prints_them_and_without_saving_leaves_only_its_records(
             f"Data.dataset.cache_dir={tmp_path / 'cache'}",
         ]
         build_engine(load_config(file, overrides, world_size=1)).fit(save=False)
-        assert [path.name for path in directory.iterdir()] == ["metrics.jsonl"]
+        assert sorted(path.name for path in directory.iterdir()) == [
+            "metrics.jsonl",
+            "metrics.seal",
+        ]
         text = capsys.readouterr().out
         assert "\n validation loss at iteration 4 | lm loss value: " in text
         assert "\n validation loss at the end of training for test data | " in text

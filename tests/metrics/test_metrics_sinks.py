@@ -103,7 +103,7 @@ def test_resuming_where_the_run_ended_changes_nothing(
     before = (tmp_path / "metrics.jsonl").read_bytes()
     open_quiet(tmp_path, resume_step=1).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.seal"]
 
 
 @pytest.mark.parametrize("torn", [1, 20, 200])

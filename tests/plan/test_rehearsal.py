@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fourfold.cli import command_line
 from fourfold.config import Config, load_config
 from fourfold.errors import UserError
-from fourfold.plan.rehearsal import Finding, Rehearsal, rehearsal_lines, rehearse
+from fourfold.plan.rehearsal import Misfit, Rehearsal, rehearsal_lines, rehearse
 from fourfold.plan.trace import RECEIVE, SEND, WAIT, Operation, trace_of
 
 QUICK = {"dp2", "pp2 zbv", "sh2 stage3 mp2 sp"}
@@ -192,5 +192,5 @@ def test_lines_of_a_sound_layout_and_of_one_that_is_not(
     first, second = rehearsal_lines(played, config)
     assert "8 ranks, of which 8 run programs of their own" in first
     assert "every send its receive, and all ranks end" in second
-    played.findings.append(Finding("rank 1 waits for rank 2", (1, 2)))
+    played.findings.append(Misfit("rank 1 waits for rank 2", (1, 2)))
     assert [*rehearsal_lines(played, config)][1:] == ["rank 1 waits for rank 2"]

@@ -92,6 +92,7 @@ def test_what_is_left_out() -> None:
     assert left.ranges == ((3, 6), (7, 10)) and len(left) == 6
     read = [sample for sample in range(30) if not 3 <= sample < 6 and not 7 <= sample < 10]
     assert [left.sample_at(place) for place in range(24)] == read
+    assert [left.end_of(count) for count in range(6)] == [0, 1, 2, 3, 7, 11]
     assert left.samples_at(range(2, 6)) == [2, 6, 10, 11]
     assert LeftOut().samples_at(range(2, 6)) == range(2, 6)
     assert ranges_of([4, 2, 3, 9]) == [(2, 5), (9, 10)]

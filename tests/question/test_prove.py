@@ -21,7 +21,7 @@ from fourfold.config import Config, load_config
 from fourfold.data.datasets import read_manifest
 from fourfold.engine import build_engine
 from fourfold.metrics.jsonl import JsonLines
-from fourfold.question.prove import Finding, Proof
+from fourfold.question.prove import Discrepancy, Proof
 from fourfold.tokenizer import Tokenizer, train
 from fourfold.tools.prepare.pipeline import prepare
 
@@ -48,7 +48,7 @@ class Ground:
             "log": [self.run / "metrics.jsonl", self.run / "metrics.seal"],
         }
 
-    def first_finding(self, **asked: bool) -> Finding | None:
+    def first_finding(self, **asked: bool) -> Discrepancy | None:
         return next(Proof(self.run).steps(**asked or {"every": True}), None)
 
 

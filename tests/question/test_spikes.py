@@ -115,10 +115,10 @@ def events(run: Path, kind: str) -> list[dict]:
     return [r for r in read_jsonl(run / "metrics.jsonl") if r.get("event") == kind]
 
 
-def readable_document(folder: Path, seed: int) -> int:
+def readable_document(folder: Path, seed: int, *overrides: str) -> int:
     """One that a step after the warm-up reads most of, chosen by the seed."""
     data = write_data(folder / "probe", seed)
-    opened = open_run_data(config_of(folder, data, "probed"), Layout())
+    opened = open_run_data(config_of(folder, data, "probed", 1, *overrides), Layout())
     loader = opened.loaders["train"]
     readable = {
         piece.document
@@ -210,7 +210,7 @@ def test_the_rewound_run_is_one_that_never_had_the_window(
 ) -> None:
     world, keys = LAYOUTS[layout]
     keys = [*keys, f"Data.dataset.order={order}"]
-    number = readable_document(tmp_path, 3)
+    number = readable_document(tmp_path, 3, f"Data.dataset.order={order}")
     data = write_data(tmp_path / "data", 3, (number, "repeated"))
     make = partial(config_of, tmp_path, data)
     fit(make("rewound", world, *keys, "Engine.spikes.action=rewind"), world)

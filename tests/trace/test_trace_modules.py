@@ -13,7 +13,7 @@ from helpers.tiny_run import TINY
 
 from fourfold.config import Config, load_config
 from fourfold.engine import build_engine
-from fourfold.trace import Seen, TokenLosses, watch_modules
+from fourfold.trace import SeenTensor, TokenLosses, watch_modules
 
 LAYOUTS = {
     "mp2": ["Distributed.mp_degree=2"],
@@ -40,7 +40,7 @@ def trace(config: Config, world: int) -> Pieces:
     engine = build_engine(config, world)
     batch, seen = engine.data.loaders["train"].batch(0), Pieces()
 
-    def take(one: Seen) -> None:
+    def take(one: SeenTensor) -> None:
         if not one.recomputed:
             key = (one.name, one.backward, one.micro_batch)
             piece = (one.box.offsets, one.shape, one.tensor.double().numpy().copy())
