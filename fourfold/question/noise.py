@@ -40,7 +40,7 @@ from fourfold.question.step_trace import StepTrace, record_step, rms
 
 if TYPE_CHECKING:
     from fourfold.engine import Engine
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
 
 SAFETY = 4.0
 UNIT_ROUNDOFF = {

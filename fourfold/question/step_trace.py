@@ -36,11 +36,11 @@ from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.errors import UserError
 from fourfold.shards import Box
-from fourfold.trace import Seen, TokenLosses, watch_modules
+from fourfold.trace import SeenTensor, TokenLosses, watch_modules
 
 if TYPE_CHECKING:
     from fourfold.engine import Engine
-    from fourfold.engine.saving import OpenForeign
+    from fourfold.engine.resuming import OpenForeign
     from fourfold.engine.updates import StepResult
 
 PHASES = (
@@ -253,7 +253,7 @@ def _watched(engine: Engine, recorder: StepRecorder) -> StepResult:
     rows = Rows.of(engine, batch)
     scale = float(engine.updates.scale_of(engine.loss_scale))
 
-    def take(seen: Seen) -> None:
+    def take(seen: SeenTensor) -> None:
         if seen.recomputed or seen.micro_batch < 0:
             return
         box, shape = rows.place(seen.box, seen.shape, seen.micro_batch)
