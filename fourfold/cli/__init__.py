@@ -43,6 +43,8 @@ VERBS = {
     "config": "config",
     "replay": "question",
     "prove": "question",
+    "bisect": "bisect",
+    "diff": "bisect",
 }
 
 

@@ -94,7 +94,7 @@ def watch_modules(
     for part in runner.parts:
         handles.append(part.register_forward_pre_hook(micro_batches.see, with_kwargs=True))
         for path, module in part.named_modules():
-            if path and not isinstance(module, Head | nn.ModuleDict) and wanted(path):
+            if path and _is_watched(part, path, module) and wanted(path):
                 watch = _Watch(runner, part, path, module, take, micro_batches, gradients)
                 handles.append(module.register_forward_hook(watch))
     try:
@@ -102,6 +102,13 @@ def watch_modules(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_watched(part: GPT, path: str, module: nn.Module) -> bool:
+    """Linear layers of one input are seen together: under sequence parallelism none is called."""
+    if isinstance(part.get_submodule(path.rpartition(".")[0]), Linears):
+        return False
+    return isinstance(module, Linears) or not isinstance(module, Head | nn.ModuleDict)
 
 
 @dataclass

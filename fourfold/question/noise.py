@@ -1,0 +1,245 @@
+"""The float64 reference of a step, and how far rounding alone may take a layout from it.
+
+The reference is one process that computes in float64 with torch's own operations. What another
+layout differs by, if nothing is wrong, is rounding: each operation's result is off by a small
+random amount, and everything after it carries that on. Both are taken from the step itself. A
+second float64 run gets after every operation an error of the size that the precision in question
+makes there (Monte Carlo arithmetic):
+
+    y + e * rms(y) * z,    e = u + sqrt(n) * u_sum,    z standard normal
+
+where u is the unit roundoff of the dtype that results are kept in, u_sum that of the one that sums
+are made in (float32, or the dtype itself if it is wider), n the number of terms of the sum, and rms
+is over the last dimension of y: errors of n roundings add up like a random walk (Higham and Mary,
+2019), in terms as large as a row's elements and not as one element that came out small. How far
+that run is from the reference, tensor by tensor, is the noise: weights, depth, softmax, norms and
+the division in Adam's update act on the errors as they do in this very step.
+
+`SAFETY` times the largest deviation, and the same for the root of the mean square, is the bound.
+For normal errors another draw of 16 numbers or more is beyond 4 times the largest of the first
+with a probability below 1e-9; kernels that add in blocks err less than a random walk of n steps.
+Adam's update is not normal where a gradient is next to zero: see `flips`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config import Config
+from fourfold.model.gpt import CoreAttention, Embedding, Head, HeadNorm
+from fourfold.question.step_trace import StepTrace, record_step, rms
+
+if TYPE_CHECKING:
+    from fourfold.engine import Engine
+    from fourfold.engine.resuming import OpenForeign
+
+SAFETY = 4.0
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+}
+# Half of the smallest difference of two float16 numbers: gradients below it vanish.
+LEAST_FLOAT16 = 2.0**-25
+# Phases whose numbers are kept in float32 or better.
+IN_FLOAT32 = ("input", "weight", "loss", "norm", "rule", "update")
+# What a rounded gradient may move Adam's update by, in learning rates.
+FLIP = 4.0
+SEED = 17
+# One process in float64, whatever the layout of the two that are compared.
+OF_REFERENCE = (
+    "Data.batch_size.local_batch_size=null",
+    "Engine.accumulate_steps=null",
+    "Distributed.dp_degree=1",
+    "Distributed.mp_degree=1",
+    "Distributed.pp_degree=1",
+    "Distributed.pp_schedule=1F1B",
+    "Distributed.virtual_pp_degree=1",
+    "Distributed.pp_layers=null",
+    "Distributed.sharding.sharding_degree=1",
+    "Distributed.sharding.sharding_stage=1",
+    "Distributed.sharding.sharding_offload=False",
+    "Model.sequence_parallel=False",
+    "Model.use_recompute=False",
+    "Engine.graph_mode=dynamic",
+    "Engine.mix_precision.dtype=float32",
+    "Engine.mix_precision.level=null",
+    "Fused.tensor_fusion=False",
+)
+
+
+def record_reference(
+    config: Config,
+    directory: Path,
+    step: int | None,
+    roundoff: float | None = None,
+    open_foreign: OpenForeign | None = None,
+) -> dict[str, Any] | None:
+    """Compute and write down the step in float64; with `roundoff` under errors of that size."""
+    before = torch.get_default_dtype()
+    try:
+        around = None if roundoff is None else partial(rounding, roundoff=roundoff)
+        return record_step(
+            config, 1, directory, step, around=around, prepare=widen, open_foreign=open_foreign
+        )
+    finally:
+        torch.set_default_dtype(before)
+
+
+def widen(engine: Engine) -> None:
+    """Go on in float64, from the float32 numbers that weights and moments begin with."""
+    torch.set_default_dtype(torch.float64)
+    for parameter in engine.runner.parameters.values():
+        parameter.data = parameter.data.double()
+    optimizer = engine.optimizer
+    for group in optimizer.groups:
+        group.exp_avg = [moment.double() for moment in group.exp_avg]
+        group.exp_avg_sq = [moment.double() for moment in group.exp_avg_sq]
+    if optimizer.muon is not None:
+        momentum = optimizer.muon.momentum
+        momentum.update({key: one.double() for key, one in momentum.items()})
+    optimizer.ema = None  # of the weights, which do not depend on it
+
+
+@contextmanager
+def rounding(engine: Engine, roundoff: float) -> Iterator[None]:
+    """While this lasts, every operation of a one-process engine has a rounding error."""
+    (part,) = engine.runner.parts
+    shape = part.shape
+    # A generator of its own: dropout must drop the same.
+    draw = torch.Generator().manual_seed(SEED + engine.step)
+    widest = max(shape.ffn_hidden_size, 3 * shape.hidden_size)
+
+    def error_of(terms: int) -> float:
+        return roundoff + math.sqrt(terms) * min(roundoff, UNIT_ROUNDOFF["float32"])
+
+    def rounded(tensor: Tensor, size: float) -> Tensor:
+        rows = tensor.detach()
+        scale = rows.square().mean(-1, keepdim=True).sqrt() if rows.dim() else rows.abs()
+        noise = torch.randn(rows.shape, generator=draw, dtype=torch.float64).to(rows.device)
+        return tensor + size * scale * noise
+
+    def after(
+        module: nn.Module, args: Any, output: Any, *, ahead: float, back: float
+    ) -> Tensor | list[Tensor] | None:
+        if isinstance(output, Tensor):
+            return one(output, ahead, back)
+        return [one(made, ahead, back) for made in output]
+
+    def one(output: Tensor, ahead: float, back: float) -> Tensor:
+        made = rounded(output, ahead)
+        if made.requires_grad:
+            made.register_hook(lambda gradient: rounded(gradient, back))
+        return made
+
+    handles = []
+    for path, module in part.named_modules():
+        if not path or isinstance(module, Head | nn.ModuleDict):
+            continue
+        ahead = error_of(_terms(module, shape.hidden_size, engine.config))
+        back = error_of(shape.vocab_size if path == "norm" else widest)
+        hook = partial(after, ahead=ahead, back=back)
+        handles.append(module.register_forward_hook(hook))
+    tokens = engine.runner.micro_batch_size * engine.config.Data.dataset.max_seq_len
+    for parameter in part.parameters():
+        handles.append(parameter.register_hook(partial(rounded, size=error_of(tokens))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _terms(module: nn.Module, width: int, config: Config) -> int:
+    """How many terms the sums of a module have."""
+    if isinstance(module, CoreAttention):
+        return config.Data.dataset.max_seq_len
+    if isinstance(module, Embedding):
+        return 1
+    if isinstance(module, HeadNorm) or (children := list(module.children())) == []:
+        weight = getattr(module, "weight", None)
+        return weight.shape[-1] if isinstance(weight, Tensor) else 4
+    return width if len(children) > 2 else 4
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far rounding takes a logical tensor from the reference."""
+
+    largest: float  # deviation of an element
+    typical: float  # the root of the mean square of them
+    magnitude: float  # the largest element of the reference
+    size: float  # the root of the mean square of its elements
+
+    def bounds(self, side: Mapping[str, Any], phase: str) -> tuple[float, float]:
+        """For an element and for the root of the mean square, on a side of this precision.
+
+        Weights and the optimizer are float32 whatever the activations are.
+        """
+        kept = UNIT_ROUNDOFF["float32"]
+        stored = kept if phase in IN_FLOAT32 else max(roundoff_of(side), kept)
+        floor = 0.0
+        if side["dtype"] == "float16" and phase in ("backward", "gradient"):
+            floor = SAFETY * LEAST_FLOAT16 / side["loss_scale"]
+        # Numbers are at best rounded once where they are kept, also those nothing was added to.
+        element = SAFETY * self.largest + 2 * stored * self.magnitude + floor
+        return element, SAFETY * self.typical + 2 * stored * self.size + floor
+
+
+def roundoff_of(side: Mapping[str, Any]) -> float:
+    return UNIT_ROUNDOFF[side["dtype"]]
+
+
+Measured = dict[tuple[str, str], Noise]
+
+
+def measure_noise(reference: StepTrace, rounded: StepTrace) -> Measured:
+    """Of every logical tensor, one part at a time."""
+    found: Measured = {}
+    gradient = 0.0
+    for key, parts in reference.parts.items():
+        largest = magnitude = squares = whole = 0.0
+        count = 0
+        for part, other in zip(parts, rounded.parts[key], strict=True):
+            exact = reference.read(part)
+            apart = rounded.read(other).sub_(exact)
+            if exact.numel() == 0:
+                continue
+            largest = max(largest, float(apart.abs().max()))
+            magnitude = max(magnitude, float(exact.abs().max()))
+            squares += rms(apart) ** 2 * exact.numel()
+            whole += rms(exact) ** 2 * exact.numel()
+            count += exact.numel()
+        typical, size = (math.sqrt(one / max(count, 1)) for one in (squares, whole))
+        found[key] = Noise(largest, typical, magnitude, size)
+        gradient += squares if key[0] == "gradient" else 0.0
+    # One number deviates by chance hardly at all. A mean deviates by no more than the terms do, a
+    # norm by no more than the norm of the deviation.
+    for key, most in (
+        (("norm", "loss"), found["loss", "token losses"].largest),
+        (("norm", "gradient norm"), math.sqrt(gradient)),
+    ):
+        found[key] = Noise(most, most, found[key].magnitude, found[key].size)
+    return found
+
+
+def flips(gradient: Tensor, noise: Noise, rate: float) -> Tensor:
+    """How far rounding may take each element that AdamW updates, beyond what was measured.
+
+    Adam divides a gradient by its own size, so an element whose gradient is hardly more than
+    rounding may go either way, and which ones do is chance. Its update is at most
+    c = (1 - beta1) / sqrt(1 - beta2) learning rates, 3.2 with the usual betas, and an error d of a
+    gradient g moves it by at most c d / |g| of them.
+    """
+    off = SAFETY * noise.largest
+    return rate * FLIP * (off / gradient.abs().clamp_min(1e-300)).clamp_max(1.0)
