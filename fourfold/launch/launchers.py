@@ -65,6 +65,11 @@ def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
         _refuse_batch_script(environment)
     else:
         for name, value in found.variables.items():
+            if name in ("RANK", "WORLD_SIZE") and environment.get(name, value) != value:
+                raise UserError(
+                    f"{found.name} says {name}={value} and the environment has "
+                    f"{name}={environment[name]!r}; unset RANK and WORLD_SIZE"
+                )
             environment.setdefault(name, value)
     return found
 

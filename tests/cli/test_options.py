@@ -47,7 +47,6 @@ class Row:
 
 
 TRAIN, PLAN = "train -c short.yaml", "plan -c run.yaml --cluster A100"
-NODES = f"{TRAIN} --nproc 1 --nnodes 2 --node-rank 0 --master a:1"
 BENCH = "bench -c short.yaml --iterations 3 --warmup 1"
 TARGET = f"target {LOGS / 'log_one_gpu.txt'}"
 GENERATE, EVALUATE = "generate -c run.yaml --prompt cat", "evaluate -c run.yaml"
@@ -56,6 +55,11 @@ CALIBRATE = "plan -c steps.yaml --cluster A100 --calibrate steps"
 DRY_RUN = "plan --dry-run -c short.yaml"
 DOCTOR = "doctor --seconds 0.05"
 REHEARSE = "rehearse -c short.yaml"
+REPLAY, DATA_AT = "replay new --step 1", "data at -c short.yaml"
+BISECT = (
+    "bisect -c short.yaml -o Model.hidden_dropout_prob=0 -o Model.attention_probs_dropout_prob=0 "
+    "--b-override Data.batch_size.micro_batch_size=1"
+)
 SUBMIT = "submit -c short.yaml --to slurm --nodes 1 --nproc 1"
 ACCEPT = "accept --quick --device cpu --nproc 1 --only memory"
 MUP_CHECK = "mup check -c run.yaml --widths 16,32 --steps 1"
@@ -83,7 +87,7 @@ ROWS: dict[str, Row] = {
     "train --nproc": Row(TRAIN, "... --nproc 2", "layout: dp2", slow=True),
     "train --max-restarts": Row(TRAIN, "... --max-restarts 1", REFUSED + "--max-restarts"),
     "train --hang-seconds": Row(TRAIN, "... --hang-seconds 9", REFUSED + "--hang-seconds"),
-    "train --nnodes": Row(TRAIN, "... --nnodes 2", REFUSED + "--node-rank"),
+    "train --nnodes": Row(TRAIN, "... --nnodes 2", REFUSED + "--master"),
     "train --node-rank": Row(TRAIN, "... --node-rank 1", REFUSED + "--nnodes"),
     "train --master": Row(TRAIN, "... --master a:1", REFUSED + "--nnodes"),
     "train --lost-seconds": Row(TRAIN, "... --lost-seconds 9", REFUSED + "--lost-seconds"),
@@ -197,6 +201,68 @@ ROWS: dict[str, Row] = {
         "of which 4 run",
     ),
     "rehearse --json": Row(REHEARSE, "... --json", '"findings"'),
+    # replay, prove, bisect, diff
+    "replay run": Row("replay --step 1", "... new", "step 1", before=TRAIN),
+    "replay --step": Row("replay new", "... --step 2", "step 2", before=TRAIN),
+    "replay --per-sample": Row(REPLAY, "... --per-sample", "samples by mean loss", before=TRAIN),
+    "replay --nproc": Row(REPLAY, "... --nproc 3", REFUSED + "3", before=TRAIN),
+    "replay --override": Row(REPLAY, "... -o Engine.nothing=1", REFUSED + "nothing", before=TRAIN),
+    "replay --tokenizer": Row(
+        f"{REPLAY} --per-sample", "... --tokenizer none.json", REFUSED + "none.json", before=TRAIN
+    ),
+    "replay --top": Row(f"{REPLAY} --per-sample", "... --top 1", r"\(1 of ", before=TRAIN),
+    "replay --json": Row(REPLAY, "... --json", r"^exit 0\n\{", before=TRAIN),
+    "prove run": Row("prove", "... new", "^exit 0", before=TRAIN),
+    "prove --sample": Row("prove new", "... --sample 1", "recomputed with", before=TRAIN),
+    "prove --all": Row("prove new", "... --all", "all 2 steps, recomputed", before=TRAIN),
+    "prove --seed": Row("prove new --sample 1", "... --seed x", REFUSED, before=TRAIN),
+    "prove --nproc": Row("prove new --sample 1", "... --nproc 3", "dp_degree=3", before=TRAIN),
+    "prove --override": Row(
+        "prove new --sample 1", "... -o Engine.nothing=1", "Engine.nothing", before=TRAIN
+    ),
+    "prove --json": Row("prove new", "... --json", r"^exit 0\n\{", before=TRAIN),
+    "bisect --config": Row("bisect", BISECT, "^exit 0", slow=True),
+    "bisect --override": Row(BISECT, "... -o Engine.nothing=1", REFUSED + "nothing", slow=True),
+    "bisect --a-override": Row(
+        BISECT, "... --a-override Engine.nothing=1", REFUSED + "nothing", slow=True
+    ),
+    "bisect --b-override": Row(
+        BISECT, "... --b-override Engine.nothing=1", REFUSED + "nothing", slow=True
+    ),
+    "bisect --step": Row(BISECT, "... --step 2", "step 2", slow=True),
+    "bisect --from": Row(BISECT, "... --from none", REFUSED + "none", slow=True),
+    "bisect --a-python": Row(BISECT, "... --a-python none", REFUSED + "none", slow=True),
+    "bisect --b-python": Row(BISECT, "... --b-python none", REFUSED + "none", slow=True),
+    "bisect --a-threads": Row(BISECT, "... --a-threads 0", REFUSED + "--a-threads", slow=True),
+    "bisect --b-threads": Row(BISECT, "... --b-threads 0", REFUSED + "--b-threads", slow=True),
+    "bisect --keep": Row(BISECT, "... --keep kept", "kept/", slow=True),
+    "bisect --record": Row(BISECT, "... --record kept", "kept/", slow=True),
+    "bisect --json": Row(BISECT, "... --json", r"^exit 0\n\{", slow=True),
+    "diff run": Row("diff", "... new steps", "steps in both logs", before=TRAIN),
+    "diff other": Row("diff new", "... steps", "steps in both logs", before=TRAIN),
+    "diff --explain": Row("diff new steps", "... --explain", "replay", before=TRAIN, slow=True),
+    "diff --plot": Row("diff new steps", "... --plot losses.png", "losses.png", before=TRAIN),
+    "diff --json": Row("diff new steps", "... --json", r"^exit \d\n\{", before=TRAIN),
+    "data at run": Row("data at", "... steps", "^exit 0"),
+    "data at --config": Row("data at", "... -c short.yaml", "^exit 0"),
+    "data at --step": Row(DATA_AT, "... --step 2", "step 2"),
+    "data at --override": Row(DATA_AT, "... -o Engine.nothing=1", REFUSED + "nothing"),
+    "data at --layout": Row(DATA_AT, "... --layout detail", "rank 0"),
+    "data at --tokenizer": Row(DATA_AT, "... --tokenizer none.json", REFUSED + "none.json"),
+    "data at --json": Row(DATA_AT, "... --json", r'"step": 1'),
+    # watch, report
+    "watch runs": Row("watch --text --once", "... steps", "steps"),
+    "watch --text": Row("watch steps --once", "... --text", "^exit 0"),
+    "watch --once": Row("watch steps --text --price x", "watch steps --text --once", "^exit 0"),
+    "watch --price": Row("watch steps --text --once", "... --price -1", REFUSED + "--price"),
+    "watch --host": Row("watch steps --text --once", "... --host 0.0.0.0", REFUSED + "--host"),
+    "watch --port": Row("watch steps --text --once", "... --port 9", REFUSED + "--port"),
+    "watch --token-file": Row(
+        "watch steps --text --once", "... --token-file none", REFUSED + "--token-file"
+    ),
+    "report runs": Row("report", "... steps", "report.html"),
+    "report --output": Row("report steps", "... -o other.html", "other.html"),
+    "report --price": Row("report steps", "... --price -1", REFUSED + "--price"),
     # mup
     "mup check --config": Row(MUP_CHECK.replace("-c run.yaml", ""), MUP_CHECK, "base width 16"),
     "mup check --override": Row(MUP_CHECK, "... -o Model.mup_base_width=8", "base width 8"),
@@ -521,10 +587,6 @@ def test_every_mode_of_plan_refuses_what_it_would_ignore(observe: Observer) -> N
         (f"{BLEND} -o Global.seed=1", "either a configuration"),
         ("data blend -c run.yaml --samples 3", "go with --data"),
         ("config schema -o Global.seed=1", "name the file with -c"),
-        (
-            f"{TRAIN} --nproc 1 --nnodes 2 --node-rank 0 --master a:1 --hang-seconds 3",
-            "one machine",
-        ),
         (f"{TRAIN} --cluster A100", "add --auto"),
         (f"{TARGET} --step 3", "no target is given"),
     ],

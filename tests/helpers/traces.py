@@ -135,7 +135,7 @@ def _run(config: Config, world: int) -> Trace:
         for step in range(start, STEPS):
             batch = engine.data.loaders["train"].batch(step)
             engine.step = step + 1
-            [outcome], _ = engine._train_step(batch, meter, sinks, stop)
+            [outcome], *_ = engine._train_step(batch, meter, sinks, stop)
             trace.losses.append(outcome.loss)
             trace.norms.append(outcome.grad_norm)
             if engine.step == SAVED_STEP and start == 0:

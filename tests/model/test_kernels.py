@@ -247,10 +247,12 @@ def test_rms_norm_is_torchs(
     made = torch.autograd.grad(y, (x, weight), upstream)
     wanted = torch.autograd.grad(expected, exact, upstream.double())
     assert y.dtype == dtypes[1] and made[0].dtype == dtypes[0] and made[1].dtype == torch.float32
-    # Sums and their gradients are float32 whatever comes in and goes out.
+    # Sums and their gradients are float32 whatever comes in and goes out. A row near zero is made
+    # larger, and so is what is wrong in the last place of terms that cancel.
+    stretch = float((exact[0].detach().square().mean(-1) + 1e-5).rsqrt().max())
     for one, other in zip((y, *made), (expected, *wanted), strict=True):
         limit = 1e-6 if one.dtype == torch.float32 else 4e-3
-        size = max(1.0, float(other.detach().abs().max()))
+        size = max(1.0, float(other.detach().abs().max()), stretch)
         assert float((one.double() - other).detach().abs().max()) < 4 * limit * size
 
 
