@@ -261,7 +261,10 @@ def test_an_output_directory_that_is_not_shared_is_refused_before_the_first_step
     configure: Configure, tmp_path: Path
 ) -> None:
     def work(rank: int) -> str:
-        config = configure(f"of_rank_{rank}", *TWO, world_size=2)
+        # One name, which is another directory on each of them.
+        (own := tmp_path / f"machine_{rank}").mkdir()
+        os.chdir(own)
+        config = configure("run", *TWO, "Engine.save_load.output_dir=run", world_size=2)
         engine = build_engine(config, 2)
         with pytest.raises(UserError) as caught:
             engine.fit()
