@@ -202,25 +202,37 @@ ROWS: dict[str, Row] = {
     ),
     "rehearse --json": Row(REHEARSE, "... --json", '"findings"'),
     # replay, prove, bisect, diff
-    "replay run": Row("replay --step 1", "... new", "step 1", before=TRAIN),
-    "replay --step": Row("replay new", "... --step 2", "step 2", before=TRAIN),
+    "replay run": Row("replay --step 1", "... new", "step 1", before=TRAIN, slow=True),
+    "replay --step": Row("replay new", "... --step 2", "step 2", before=TRAIN, slow=True),
     "replay --per-sample": Row(REPLAY, "... --per-sample", "samples by mean loss", before=TRAIN),
-    "replay --nproc": Row(REPLAY, "... --nproc 3", REFUSED + "3", before=TRAIN),
-    "replay --override": Row(REPLAY, "... -o Engine.nothing=1", REFUSED + "nothing", before=TRAIN),
+    "replay --nproc": Row(REPLAY, "... --nproc 3", REFUSED + "3", before=TRAIN, slow=True),
+    "replay --override": Row(
+        REPLAY, "... -o Engine.nothing=1", REFUSED + "nothing", before=TRAIN, slow=True
+    ),
     "replay --tokenizer": Row(
-        f"{REPLAY} --per-sample", "... --tokenizer none.json", REFUSED + "none.json", before=TRAIN
+        f"{REPLAY} --per-sample",
+        "... --tokenizer none.json",
+        REFUSED + "none.json",
+        before=TRAIN,
+        slow=True,
     ),
-    "replay --top": Row(f"{REPLAY} --per-sample", "... --top 1", r"\(1 of ", before=TRAIN),
-    "replay --json": Row(REPLAY, "... --json", r"^exit 0\n\{", before=TRAIN),
-    "prove run": Row("prove", "... new", "^exit 0", before=TRAIN),
-    "prove --sample": Row("prove new", "... --sample 1", "recomputed with", before=TRAIN),
+    "replay --top": Row(
+        f"{REPLAY} --per-sample", "... --top 1", r"\(1 of ", before=TRAIN, slow=True
+    ),
+    "replay --json": Row(REPLAY, "... --json", r"^exit 0\n\{", before=TRAIN, slow=True),
+    "prove run": Row("prove", "... new", "^exit 0", before=TRAIN, slow=True),
+    "prove --sample": Row(
+        "prove new", "... --sample 1", "recomputed with", before=TRAIN, slow=True
+    ),
     "prove --all": Row("prove new", "... --all", "all 2 steps, recomputed", before=TRAIN),
-    "prove --seed": Row("prove new --sample 1", "... --seed x", REFUSED, before=TRAIN),
-    "prove --nproc": Row("prove new --sample 1", "... --nproc 3", "dp_degree=3", before=TRAIN),
-    "prove --override": Row(
-        "prove new --sample 1", "... -o Engine.nothing=1", "Engine.nothing", before=TRAIN
+    "prove --seed": Row("prove new --sample 1", "... --seed x", REFUSED, before=TRAIN, slow=True),
+    "prove --nproc": Row(
+        "prove new --sample 1", "... --nproc 3", "dp_degree=3", before=TRAIN, slow=True
     ),
-    "prove --json": Row("prove new", "... --json", r"^exit 0\n\{", before=TRAIN),
+    "prove --override": Row(
+        "prove new --sample 1", "... -o Engine.nothing=1", "Engine.nothing", before=TRAIN, slow=True
+    ),
+    "prove --json": Row("prove new", "... --json", r"^exit 0\n\{", before=TRAIN, slow=True),
     "bisect --config": Row("bisect", BISECT, "^exit 0", slow=True),
     "bisect --override": Row(BISECT, "... -o Engine.nothing=1", REFUSED + "nothing", slow=True),
     "bisect --a-override": Row(
@@ -239,10 +251,12 @@ ROWS: dict[str, Row] = {
     "bisect --record": Row(BISECT, "... --record kept", "kept/", slow=True),
     "bisect --json": Row(BISECT, "... --json", r"^exit 0\n\{", slow=True),
     "diff run": Row("diff", "... new steps", "steps in both logs", before=TRAIN),
-    "diff other": Row("diff new", "... steps", "steps in both logs", before=TRAIN),
+    "diff other": Row("diff new", "... steps", "steps in both logs", before=TRAIN, slow=True),
     "diff --explain": Row("diff new steps", "... --explain", "replay", before=TRAIN, slow=True),
-    "diff --plot": Row("diff new steps", "... --plot losses.png", "losses.png", before=TRAIN),
-    "diff --json": Row("diff new steps", "... --json", r"^exit \d\n\{", before=TRAIN),
+    "diff --plot": Row(
+        "diff new steps", "... --plot losses.png", "losses.png", before=TRAIN, slow=True
+    ),
+    "diff --json": Row("diff new steps", "... --json", r"^exit \d\n\{", before=TRAIN, slow=True),
     "data at run": Row("data at", "... steps", "^exit 0"),
     "data at --config": Row("data at", "... -c short.yaml", "^exit 0"),
     "data at --step": Row(DATA_AT, "... --step 2", "step 2"),
