@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,19 @@ Overrides = Annotated[
         "--override",
         metavar="A.B.C=VALUE",
         help="Override one key of the file; may be repeated.",
+    ),
+]
+
+# Of verbs that serve pages.
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the token clients must send.",
+        show_default="the environment variable FOURFOLD_TOKEN",
     ),
 ]
 
@@ -66,6 +80,16 @@ def refuse_several_processes(verb: str) -> None:
         raise UserError(
             f"{verb} is one process, and {found.name} started {several}; start it without a "
             "launcher, or with one process"
+        )
+
+
+def check_server_packages(verb: str, otherwise: str = "") -> None:
+    """`otherwise` is what the user can do without them."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{verb} needs {' and '.join(missing)}, not installed here; run pip install "
+            f"'fourfold[serve]'{otherwise}"
         )
 
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import ConfigFile, Overrides, refuse_several_processes
-from fourfold.errors import UserError
+from fourfold.cli.options import (
+    ConfigFile,
+    Host,
+    Overrides,
+    Port,
+    TokenFile,
+    check_server_packages,
+    refuse_several_processes,
+)
 
 
 def serve(
     config: ConfigFile,
     override: Overrides = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 8000,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the token clients must send.",
-            show_default="the environment variable FOURFOLD_TOKEN",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token_file: TokenFile = None,
     slots: Annotated[
         int, typer.Option(min=1, help="Number of sequences generated at once; others wait.")
     ] = 8,
@@ -47,12 +42,7 @@ def serve(
 ) -> None:
     """Serve a trained model over HTTP: OpenAI's API and a page to play with."""
     refuse_several_processes("serve")
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"serve needs {' and '.join(missing)}, not installed here; "
-            "run pip install 'fourfold[serve]'"
-        )
+    check_server_packages("serve")
     from fourfold.config import load_config
     from fourfold.serve import Limits, read_token
     from fourfold.serve import serve as serve_model

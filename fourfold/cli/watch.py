@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import refuse_several_processes
+from fourfold.cli.options import (
+    Host,
+    Port,
+    TokenFile,
+    check_server_packages,
+    refuse_all_but,
+    refuse_several_processes,
+)
 from fourfold.errors import UserError
 
 Runs = Annotated[
@@ -32,41 +38,23 @@ def watch(
         bool, typer.Option("--once", help="With --text: show it once and do not wait.")
     ] = False,
     price: Price = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 8050,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the token browsers must send.",
-            show_default="the environment variable FOURFOLD_TOKEN",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8050,
+    token_file: TokenFile = None,
 ) -> None:
     """Follow runs on a page in the browser, or as a table in the terminal."""
     refuse_several_processes("watch")
     from fourfold.watch import open_runs, show_table
 
     if text:
-        given = [name for name in ("host", "port", "token_file") if _is_given(context, name)]
-        if given:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise UserError(
-                f"{named}: has no effect with --text, which serves no page; leave it out"
-            )
+        refuse_all_but(
+            context, {"runs", "text", "once", "price"}, "with --text, which serves no page"
+        )
         show_table(open_runs(runs), sys.stdout, price=price, once=once)
         return
     if once:
         raise UserError("--once goes with --text; for a page of the moment use fourfold report")
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"watch needs {' and '.join(missing)}, not installed here; run pip install "
-            "'fourfold[serve]', or use --text or fourfold report"
-        )
+    check_server_packages("watch", ", or use --text or fourfold report")
     from fourfold.serve import read_token
     from fourfold.watch.server import serve_page
 
@@ -93,8 +81,3 @@ def report(
 
     size = write_report(open_runs(runs), output, price)
     print(f"{output}: {size / 1000:,.0f} kB")
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
