@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.schedules import (
@@ -33,14 +32,14 @@ from fourfold.cost.traffic import traffic_of
 from fourfold.cost.workload import spread_of, workload_of
 from fourfold.device import is_cpu
 from fourfold.errors import UserError
-from fourfold.mesh import AXES, Layout, Mesh, fake_mesh
+from fourfold.mesh import AXES, Layout, Mesh
 from fourfold.model.gpt import GPT
 from fourfold.optim import build_optimizer
-from fourfold.parallel import Runner, build_on_meta, build_runner, layout_of
+from fourfold.parallel import Runner, layout_of
+from fourfold.plan.operations import COLLECTIVES, groups_among, in_no_memory
 from fourfold.shards import local
 from fourfold.terminal import in_bytes
 
-CPU = torch.device("cpu")
 AGREED_NUMBERS = 4  # loss, squared norm, requests to stop and to save, in double precision
 
 
@@ -85,18 +84,12 @@ def dry_run(config: Config, rank: int) -> DryRun:
         raise UserError(
             f"--rank {rank}: the layout {layout} has the ranks 0 to {layout.world_size - 1}"
         )
-    still = config.model_copy(deep=True)
-    still.Model.hidden_dropout_prob = still.Model.attention_probs_dropout_prob = 0.0
-    with fake_mesh(layout, rank) as mesh:
-        return _dry_run(still, mesh)
+    with in_no_memory(config, rank) as (still, runner, fake):
+        return _dry_run(still, runner, fake)
 
 
-def _dry_run(config: Config, mesh: Mesh) -> DryRun:
-    meta = build_on_meta(config, mesh, CPU)
-    # Sharding and slicing need the meta device, memory the fake one, and joining neither.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        meta.materialize()
-    runner = build_runner(config, mesh, CPU, meta)
+def _dry_run(config: Config, runner: Runner, fake: FakeTensorMode) -> DryRun:
+    mesh = runner.mesh
     with fake:
         optimizer = build_optimizer(config, runner)
         once, twice = (_count(config, runner, micro_batches) for micro_batches in (1, 2))
@@ -240,14 +233,6 @@ def _size(bytes_: int) -> str:
 # -- counting collectives, by axis and kind -------------------------------------------------------
 
 
-KINDS = {
-    "allreduce_": "all-reduce",
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_": "reduce-scatter",
-    "broadcast_": "broadcast",
-}
 SENT = "send"
 
 Kind = tuple[str, str]  # axis, what is done
@@ -290,17 +275,10 @@ class Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.removeprefix("c10d::")
-        if name in KINDS:
-            self.traffic.add(self._axis(args), KINDS[name], _largest(args))
+        if func.namespace == "c10d" and name in COLLECTIVES:
+            axis = self.axes[next(groups_among(args)).group_name]
+            self.traffic.add(axis, COLLECTIVES[name], _largest(args))
         return func(*args, **(kwargs or {}))
-
-    def _axis(self, given: Iterable[Any]) -> str:
-        groups = [
-            dist.ProcessGroup.unbox(value)
-            for value in given
-            if isinstance(value, torch.ScriptObject) and str(value._type()).endswith("ProcessGroup")
-        ]
-        return self.axes[groups[0].group_name]
 
 
 def _largest(given: Any) -> int:

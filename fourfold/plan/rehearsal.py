@@ -1,8 +1,8 @@
 """`fourfold rehearse`: all ranks of a layout take a step together, on a laptop, and none waits for
 ever.
 
-The traces (`trace`) of all distinct ranks are made, every other rank's follows from the one that
-runs the same program elsewhere, and all of them are played against each other: a collective happens
+The traces of all distinct ranks are made (`operations`), every other rank's follows from the one
+that runs the same program elsewhere, and all of them are played against each other: a collective happens
 when every member of its group has come to it, and must then be the same on each; the n-th send from
 one rank to another belongs to the n-th receive there, and must carry what is expected; a wait ends
 when both ends of its message were begun. Where nothing can move any more, the ranks that wait for
@@ -27,7 +27,7 @@ from fourfold.errors import UserError
 from fourfold.mesh import AXES, Layout
 from fourfold.parallel import layout_of
 from fourfold.parallel.stages import count_stages
-from fourfold.plan.trace import RECEIVE, SEND, STAGE, TIED, WAIT, WORLD, Operation, trace_of
+from fourfold.plan.operations import RECEIVE, SEND, STAGE, TIED, WAIT, WORLD, Operation, trace_of
 
 Trace = Sequence[Operation]
 TraceOf = Callable[[Config, int, int], Trace]

@@ -18,7 +18,7 @@ from fourfold.cli import command_line
 from fourfold.config import Config, load_config
 from fourfold.errors import UserError
 from fourfold.plan.rehearsal import Misfit, Rehearsal, rehearsal_lines, rehearse
-from fourfold.plan.trace import RECEIVE, SEND, WAIT, Operation, trace_of
+from fourfold.plan.operations import RECEIVE, SEND, WAIT, Operation, trace_of
 
 QUICK = {"dp2", "pp2 zbv", "sh2 stage3 mp2 sp"}
 Trace = list[Operation]

@@ -79,19 +79,27 @@ class Operation:
 
 def trace_of(config: Config, rank: int, micro_batches: int) -> list[Operation]:
     """A training step of `micro_batches` and an evaluation of `rank` in the layout of `config`."""
+    with in_no_memory(config, rank) as (still, runner, fake):
+        # One piece, for a norm of nothing need not be accurate.
+        whole = patch.object(runner_module, "NORM_PIECE", sys.maxsize)
+        with fake, whole, Recorder(runner.mesh) as recorder, recorder.messages():
+            _step(still, runner, micro_batches, recorder)
+    return recorder.trace
+
+
+@contextmanager
+def in_no_memory(config: Config, rank: int) -> Iterator[tuple[Config, Runner, FakeTensorMode]]:
+    """One rank of the configured layout, built by the real code among ranks that are not there: its
+    configuration, without dropout, which neither holds nor sends anything; what runs its batches;
+    and the mode to run them in."""
     still = config.model_copy(deep=True)
-    # Dropout sends nothing between ranks.
     still.Model.hidden_dropout_prob = still.Model.attention_probs_dropout_prob = 0.0
     with fake_mesh(layout_of(still), rank) as mesh:
         meta = build_on_meta(still, mesh, CPU)
+        # Sharding and slicing need the meta device, memory the fake one, and joining neither.
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             meta.materialize()
-        runner = build_runner(still, mesh, CPU, meta)
-        # One piece, for a norm of nothing need not be accurate.
-        whole = patch.object(runner_module, "NORM_PIECE", sys.maxsize)
-        with fake, whole, Recorder(mesh) as recorder, recorder.messages():
-            _step(still, runner, micro_batches, recorder)
-    return recorder.trace
+        yield still, build_runner(still, mesh, CPU, meta), fake
 
 
 def _step(config: Config, runner: Runner, micro_batches: int, recorder: Recorder) -> None:
@@ -151,7 +159,7 @@ class Recorder(TorchDispatchMode):
             return 1.0  # no number is known, and none decides what is sent
         name = func._schema.name.removeprefix("c10d::")
         if name in COLLECTIVES and func.namespace == "c10d":
-            group = next(self._names[group.group_name] for group in _groups(args))
+            group = next(self._names[group.group_name] for group in groups_among(args))
             splits = None
             if name == "alltoall_base_" and args[3]:
                 splits = (tuple(args[4]), tuple(args[3]))
@@ -235,11 +243,8 @@ class Message:
         self.recorder._add(WAIT, "pp", begun.tensor, peer=begun.peer, begun=self.number)
         return True
 
-    def is_completed(self) -> bool:
-        return True
 
-
-def _groups(given: Any) -> Iterator[dist.ProcessGroup]:
+def groups_among(given: Any) -> Iterator[dist.ProcessGroup]:
     for value in given:
         if isinstance(value, torch.ScriptObject) and str(value._type()).endswith("ProcessGroup"):
             yield dist.ProcessGroup.unbox(value)
