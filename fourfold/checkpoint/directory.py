@@ -237,7 +237,7 @@ def point_latest(target: Path) -> None:
 class Retention:
     """Which checkpoints of an output directory stay."""
 
-    last: int = 3  # the newest so many; 0: every one
+    last: int = 3  # how many of the newest; 0: all
     every_steps: int = 0  # those of a multiple of it; 0: none for that
     every_hours: float = 0.0  # the first, and each so long after the last one kept; 0: none
 

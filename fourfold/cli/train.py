@@ -67,7 +67,7 @@ NumNodes = Annotated[
     str | None,
     typer.Option(
         metavar="N|MIN:MAX",
-        help="Number of machines; with MIN:MAX the run goes on with those there are.",
+        help="Number of machines; with MIN:MAX the run continues with those that are left.",
     ),
 ]
 NodeRank = Annotated[

@@ -88,7 +88,7 @@ class LeftOut:
         return self.sample_at(count - 1) + 1 if count > 0 else 0
 
     def samples_at(self, positions: range) -> Sequence[int]:
-        """Those read after so many others."""
+        """Those read after that number of others."""
         if not self.ranges or self.ranges[0][0] >= positions.stop:
             return positions
         return [self.sample_at(position) for position in positions]

@@ -155,10 +155,11 @@ class SpikesSection(Section):
         "documents it was to spikes/ in output_dir; skip also holds its update back; rewind goes "
         "back to the checkpoint before it and on without the samples of the steps in question.",
     )
-    window: Annotated[Count, Ge(8)] = key(
+    window: Annotated[int, Number, Ge(8), Le(LARGEST)] = key(
         64,
         "Steps that the band around loss and gradient norm is made of: their median, and the "
-        "median change from one to the next. There is no decision before so many are known.",
+        "median change from one to the next. Nothing is called a spike before the run has had as "
+        "many steps.",
     )
     threshold: Positive = key(
         8.0,

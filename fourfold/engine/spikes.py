@@ -259,7 +259,7 @@ class Spikes:
             **fields,  # the record of the spike is dropped with those of its steps
         )
         watch.sinks.notice(
-            f"went back from step {spike.step} to {restored.path} and goes on without {left} "
+            f"went back from step {spike.step} to {restored.path} and continues without {left} "
             f"({rewinds} of at most {self.most} times)",
             level="WARNING",
         )

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from fourfold.cli import command_line
 from fourfold.config import Config, load_config
 from fourfold.errors import UserError
-from fourfold.plan.rehearsal import Misfit, Rehearsal, rehearsal_lines, rehearse
 from fourfold.plan.operations import RECEIVE, SEND, WAIT, Operation, trace_of
+from fourfold.plan.rehearsal import Misfit, Rehearsal, rehearsal_lines, rehearse
 
 QUICK = {"dp2", "pp2 zbv", "sh2 stage3 mp2 sp"}
 Trace = list[Operation]
