@@ -2,11 +2,11 @@
 ever.
 
 The traces of all distinct ranks are made (`operations`), every other rank's follows from the one
-that runs the same program elsewhere, and all of them are played against each other: a collective happens
-when every member of its group has come to it, and must then be the same on each; the n-th send from
-one rank to another belongs to the n-th receive there, and must carry what is expected; a wait ends
-when both ends of its message were begun. Where nothing can move any more, the ranks that wait for
-each other are named.
+that runs the same program elsewhere, and all of them are played against each other: a collective
+happens when every member of its group has come to it, and must then be the same on each; the n-th
+send from one rank to another belongs to the n-th receive there, and must carry what is expected; a
+wait ends when both ends of its message were begun. Where nothing can move any more, the ranks that
+wait for each other are named.
 
 A send is taken to be begun at once and to end no earlier than its receive begins, as gloo and nccl
 do it; a collective is taken to keep its rank until all are there, which is stricter than nccl, for
