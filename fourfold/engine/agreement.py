@@ -38,9 +38,8 @@ def facts_of(config: Config) -> dict[str, str]:
     facts = {
         "Fourfold": f"{__version__}, source {source_hash()}",
         "Python": python_version().rpartition(".")[0],
-        **{name: _version(name) for name in LIBRARIES},
     }
-    return facts | _flat(config.to_dict())
+    return facts | library_versions() | _flat(config.to_dict())
 
 
 @cache
@@ -53,11 +52,14 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+def library_versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

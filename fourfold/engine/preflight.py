@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -149,20 +148,16 @@ class _Check:
             return [{rank} for rank in range(self.mesh.size)]
         if self.device.type != "cpu":
             return [set(range(self.mesh.size))]
-        cores, rounds = os.cpu_count() or 1, defaultdict[int, set[int]](set)
+        # The fewest any rank may use, so that all make the same rounds.
+        cores = min(facts.processors for facts in self.found.facts)
+        rounds = defaultdict[int, set[int]](set)
         on_kernel: Counter[str] = Counter()
         for rank, facts in enumerate(self.found.facts):
             kernel = self.machines.kernels[self.machines.of_rank[rank]]
-            at_once = max(1, self.mesh_cores(cores) // facts.threads)
+            at_once = max(1, int(cores) // facts.threads)
             rounds[on_kernel[kernel] // at_once].add(rank)
             on_kernel[kernel] += 1
         return [rounds[number] for number in sorted(rounds)]
-
-    def mesh_cores(self, cores: int) -> int:
-        """The fewest any rank sees, so that all make the same rounds."""
-        if not hasattr(self, "_cores"):
-            self._cores = int(min(row[0] for row in self.mesh.all_gather(cores)))
-        return self._cores
 
     # -- links ------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 import fourfold
 from fourfold import heartbeat
-from fourfold.engine.agreement import source_hash
+from fourfold.engine.agreement import library_versions, source_hash
 from fourfold.processors import num_processors
 
 # One product takes a few milliseconds on a core, and tens of microseconds on a GPU.
@@ -126,7 +125,6 @@ class RankFacts:
     versions: dict[str, str]
     memory_bytes: int  # free on the machine
     shm_bytes: int  # size of /dev/shm
-    time: float = 0.0
 
 
 def rank_facts(device: torch.device) -> RankFacts:
@@ -145,15 +143,9 @@ def rank_facts(device: torch.device) -> RankFacts:
 def _versions(on_gpu: bool) -> dict[str, str]:
     found = {
         "Python": platform.python_version(),
-        "torch": torch.__version__,
         "Fourfold": fourfold.__version__,
         "the code of Fourfold": source_hash(),
-    }
-    for name in ("numpy", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
+    } | library_versions()
     if on_gpu:
         found["CUDA"] = str(torch.version.cuda or torch.version.hip)
         found["NCCL"] = str(torch.cuda.nccl.version())

@@ -17,7 +17,7 @@ import pytest
 from helpers.served import TOKEN, chunks, load
 from typer.testing import CliRunner
 
-from fourfold.cli import command_line, serve
+from fourfold.cli import command_line, options
 from fourfold.errors import UserError
 from fourfold.serve.protocol import Limits
 from fourfold.serve.server import make_service
@@ -102,7 +102,7 @@ def test_what_a_request_decides_has_no_effect_in_the_file(config: Path) -> None:
 
 
 def test_a_missing_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else name)
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "uvicorn" else name)
     with pytest.raises(UserError, match=r"serve needs uvicorn.*pip install 'fourfold\[serve\]'"):
         CliRunner().invoke(command_line(), ["serve", "-c", str(config)], catch_exceptions=False)
 
