@@ -107,7 +107,7 @@ WAYS_IN = {"evaluate/harness.py", "compat/megatron.py", "compat/paddlenlp.py"}
 MOST_LINES, FEWEST_LINES = 520, 120
 # What does not keep to that yet. A file that grows beyond the bounds is not added here, but joined
 # or cut; one that does is taken out.
-LARGE = {"config/schema.py"}  # every key of the configuration
+LARGE: set[str] = set()
 SMALL: set[str] = set()
 
 

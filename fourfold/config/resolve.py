@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 
 from fourfold.config.batch_schedule import Ramp, growth_problem
+from fourfold.config.engine_section import Dtype, default_level
 from fourfold.config.fields import Section
 from fourfold.config.findings import ConfigFindings, multiple_near
 from fourfold.config.model_section import GATED, ModelSection
-from fourfold.config.schema import Config, Dtype, default_level
+from fourfold.config.schema import Config
 from fourfold.errors import Setting
 
 DEFAULT_MICRO_BATCH = 8

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from fourfold.config import Config
-from fourfold.config.schema import default_level, default_ns_dtype
+from fourfold.config.engine_section import default_level
+from fourfold.config.optimizer_section import default_ns_dtype
 from fourfold.cost.flops import flops_per_token, newton_schulz_flops
 from fourfold.cost.terms import Numbers
 from fourfold.model import ModelShape, count_parameters, table_of

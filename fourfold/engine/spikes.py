@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold import checkpoint
 from fourfold.atomic_files import replace_text
 from fourfold.config.batch_schedule import ranges_of
-from fourfold.config.schema import SpikesSection
+from fourfold.config.engine_section import SpikesSection
 from fourfold.data import Batch
 from fourfold.data.provenance import DocumentText
 from fourfold.engine import resuming, saving

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fourfold.config import Config
-from fourfold.config.schema import default_ns_dtype
+from fourfold.config.optimizer_section import default_ns_dtype
 from fourfold.cost.workload import is_muons
 from fourfold.device import is_cpu
 from fourfold.optim.muon import Muon, MuonOptions, exchange_between

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fourfold import native
 from fourfold.config import Config
-from fourfold.config.schema import default_level
+from fourfold.config.engine_section import default_level
 from fourfold.device import is_cpu
 from fourfold.model import ParamTable, kernels
 from fourfold.parallel.parameters import name_of

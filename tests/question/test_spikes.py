@@ -17,7 +17,7 @@ from helpers.ranks import on_ranks
 
 from fourfold import checkpoint
 from fourfold.config import Config, load_config
-from fourfold.config.schema import SpikesSection
+from fourfold.config.engine_section import SpikesSection
 from fourfold.data.provenance import pieces_of
 from fourfold.engine import build_engine
 from fourfold.engine.run_data import open_run_data
