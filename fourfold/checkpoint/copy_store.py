@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -70,6 +71,14 @@ class HeldParts(NamedTuple):
 
     ranks: int
     records: dict[int, str]
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong with memory that is a file system, where the advice about disks is of no
+    use."""
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename or MEMORY} on {socket.gethostname()}"
+    return str(error)
 
 
 def new_timeline() -> str:

@@ -31,11 +31,11 @@ from fourfold.checkpoint.copy_store import (
     CopyOf,
     CopyStore,
     HeldParts,
+    in_words,
     listed_files,
     record_name,
     writer_of,
 )
-from fourfold.checkpoint.disk import explained
 from fourfold.checkpoint.index import joined, read_parts
 from fourfold.checkpoint.manifest import MAX_INDEX_BYTES, STATE, read_manifest, write_manifest
 from fourfold.checkpoint.rendezvous import Beat
@@ -109,7 +109,7 @@ class Exchange:
     def run(self, place: Path, rank: int, ranks: int, record: bytes | None) -> None:
         """Send this rank's part, if it has one, and take in those of the sources.
 
-        Raises where one of them is not sent or cannot be taken, here or at the target.
+        Raises where one of them cannot be taken here; another rank says the same of itself.
         """
         lengths = {source: _number() for source in self.sources}
         own = -1 if record is None else len(record)
@@ -124,17 +124,16 @@ class Exchange:
         problems, incoming = list[str](), dict[int, list[Tensor]]()
         for source in self.sources:
             if source not in records:
-                problems.append(f"rank {source} has none")
-                continue
+                continue  # it says itself why
             try:
                 data = records[source].numpy().tobytes()
                 listed = self._listed(data, place, source, ranks)
                 incoming[source] = [_reserved(place / f, one.bytes) for f, one in listed.items()]
             except (OSError, CheckpointError) as error:
                 self._discard(place, source)
-                problems.append(f"the copy of rank {source}: {explained(error, place)}")
+                problems.append(f"the copy of rank {source}: {in_words(error)}")
         files = [] if record is None else [*self._listed(record, place, rank, ranks)]
-        self._send_parts([place / file for file in files], incoming, problems)
+        self._send_parts([place / file for file in files], incoming)
         for source in incoming:
             path = place / record_name(source, ranks)
             aside = path.with_suffix(".tmp")
@@ -143,9 +142,7 @@ class Exchange:
         if problems:
             raise CheckpointError("; ".join(problems))
 
-    def _send_parts(
-        self, files: Sequence[Path], incoming: dict[int, list[Tensor]], problems: list[str]
-    ) -> None:
+    def _send_parts(self, files: Sequence[Path], incoming: dict[int, list[Tensor]]) -> None:
         """After every source was told whether its part can be taken."""
         answers = [
             dist.isend(_number(source in incoming), source, self._groups[source])
@@ -154,8 +151,6 @@ class Exchange:
         takes = _number()
         if self.target is not None:
             _done(dist.irecv(takes, self.target, self._groups[self.target]))
-            if files and not int(takes):
-                problems.append(f"rank {self.target} on the next machine could not take it")
         for answer in answers:
             _done(answer)
         self._swap([_mapped(file) for file in files] if int(takes) else [], incoming)
@@ -209,7 +204,7 @@ def transfer(rank: int, moves: Sequence[Move], beat: Beat) -> None:
             elif rank == move.taker:
                 _take(move, beat)
         except (OSError, CheckpointError) as error:
-            problem = problem or explained(error, move.target)
+            problem = problem or in_words(error)
         beat()
     if problem is not None:
         raise CheckpointError(problem)
@@ -413,7 +408,7 @@ class Recovery:
             try:
                 return work()
             except OSError as error:
-                raise CheckpointError(explained(error, self.store.whole)) from error
+                raise CheckpointError(in_words(error)) from error
 
         return self.mesh.on_all_ranks(run)
 

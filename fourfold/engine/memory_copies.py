@@ -35,6 +35,7 @@ from fourfold.checkpoint.copy_store import (
     TIMELINE,
     CopyOf,
     CopyStore,
+    in_words,
     memory_identity,
     new_timeline,
 )
@@ -299,11 +300,11 @@ class MemoryCopies:
             try:
                 record = self.store.write(copy, ranks, shards, sources, state, moved.set)
             except (OSError, CheckpointError) as error:
-                problem = explained(error, place)
+                problem = in_words(error)
             if self.exchange is not None:
                 self.exchange.run(place, *ranks, record)
             if problem is not None:
-                raise CheckpointError(f"{problem} (on {socket.gethostname()})")
+                raise CheckpointError(problem)
             self.costs.whole_seconds += time.perf_counter() - began
             return place
 
