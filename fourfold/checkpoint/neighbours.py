@@ -1,7 +1,7 @@
 """Copies on a neighbour: each rank's part of a copy is also in the memory of the next machine.
 
-Machines are a ring. Every rank sends its files to one rank of the next machine (`Exchange`), which
-it shares a process group with for that alone, so that this happens beside the training. After a
+Machines are a ring. Every rank sends its files to one rank of the next machine (`Exchange`),
+in a process group that is for that alone, so that this happens beside the training. After a
 failure the parts are looked for on all machines (`Recovery`), each is verified where it is, and the
 newest step of which every part is sound somewhere becomes a checkpoint on every machine, with those
 files that the ranks there need, whatever the layout they have now.
@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fourfold.checkpoint.bounded import FileRecord
 from fourfold.checkpoint.copy_store import (
@@ -95,16 +94,8 @@ class Exchange:
     def __init__(self, sends: Sequence[tuple[int, int]], rank: int, timeout_seconds: float) -> None:
         self.target = next((to for sender, to in sends if sender == rank), None)
         self.sources = [sender for sender, to in sends if to == rank]
-        self._groups: dict[int, ProcessGroup | None] = {}
-        # In the same order everywhere: both ends wait for each other.
-        for pair in sorted({(min(pair), max(pair)) for pair in sends}):
-            if rank in pair:
-                self._groups[sum(pair) - rank] = dist.new_group(
-                    [*pair],
-                    timeout=timedelta(seconds=timeout_seconds),
-                    backend="gloo",
-                    use_local_synchronization=True,
-                )
+        # Of all ranks, as torch numbers groups by how many a rank is in: pairs would disagree.
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds), backend="gloo")
 
     def run(self, place: Path, rank: int, ranks: int, record: bytes | None) -> None:
         """Send this rank's part, if it has one, and take in those of the sources.
@@ -145,12 +136,11 @@ class Exchange:
     def _send_parts(self, files: Sequence[Path], incoming: dict[int, list[Tensor]]) -> None:
         """After every source was told whether its part can be taken."""
         answers = [
-            dist.isend(_number(source in incoming), source, self._groups[source])
-            for source in self.sources
+            dist.isend(_number(source in incoming), source, self._group) for source in self.sources
         ]
         takes = _number()
         if self.target is not None:
-            _done(dist.irecv(takes, self.target, self._groups[self.target]))
+            _done(dist.irecv(takes, self.target, self._group))
         for answer in answers:
             _done(answer)
         self._swap([_mapped(file) for file in files] if int(takes) else [], incoming)
@@ -171,10 +161,10 @@ class Exchange:
         works = []
         for source, tensors in incoming.items():
             for piece in (piece for tensor in tensors for piece in tensor.split(MESSAGE_BYTES)):
-                works.append(dist.irecv(piece, source, self._groups[source]))
+                works.append(dist.irecv(piece, source, self._group))
         if self.target is not None:
             for piece in (piece for tensor in outgoing for piece in tensor.split(MESSAGE_BYTES)):
-                works.append(dist.isend(piece, self.target, self._groups[self.target]))
+                works.append(dist.isend(piece, self.target, self._group))
         for work in works:
             _done(work)
 
