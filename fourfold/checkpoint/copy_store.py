@@ -4,7 +4,7 @@
       TIMELINE/step_N/                       the copy of a step
         model-rank00003-...safetensors       as in a checkpoint: of our ranks, and of a neighbour's
         state.json
-        rank00003-of-00008.json              what there is of rank 3, with digests; appears last
+        rank00003-of-00008-DIGEST.json       what there is of rank 3, with digests; appears last
       whole/                                 a copy put together as a checkpoint, to be loaded
 
 A timeline is what PostgreSQL calls so: it begins whenever a run begins to train from a state, and
@@ -52,7 +52,7 @@ MEMORY = Path("/dev/shm")
 WHOLE = "whole"
 TIMELINE = re.compile(r"[0-9a-f]{16}")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
-_RECORD = re.compile(r"rank([0-9]{5,9})-of-([0-9]{5,9})\.json")
+_RECORD = re.compile(r"rank([0-9]{5,9})-of-([0-9]{5,9})-([0-9a-f]{64})\.json")
 _FILE = re.compile(r"[A-Za-z0-9_]+-rank([0-9]{5,9})-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 
 Beat = Callable[[], None]
@@ -85,8 +85,8 @@ def new_timeline() -> str:
     return secrets.token_hex(8)
 
 
-def record_name(rank: int, ranks: int) -> str:
-    return f"rank{rank:05d}-of-{ranks:05d}.json"
+def record_name(rank: int, ranks: int, digest: str) -> str:
+    return f"rank{rank:05d}-of-{ranks:05d}-{digest}.json"
 
 
 def writer_of(file: str) -> int | None:
@@ -164,14 +164,16 @@ class CopyStore:
         replace_bytes(place / STATE, state)  # the same from every rank
         told = FileRecord(bytes=len(state), digest=digest_of(state, HASH))
         record = encode_part(replace(part, files={**part.files, STATE: told}))
-        check_size(record, MAX_INDEX_BYTES, record_name(rank, size))
-        replace_bytes(place / record_name(rank, size), record)
+        name = record_name(rank, size, digest_of(record, HASH))
+        check_size(record, MAX_INDEX_BYTES, name)
+        replace_bytes(place / name, record)
         return record
 
     # -- what is there ------------------------------------------------------------------------
 
     def held(self) -> dict[CopyOf, HeldParts]:
-        """Every copy of which there is something; nothing of it is verified."""
+        """Every copy of which there is something: the records are sound, what they list is not
+        looked at."""
         found: dict[CopyOf, HeldParts] = {}
         with suppress(OSError):
             for place in self.root.glob("*/step_*"):
@@ -185,11 +187,11 @@ class CopyStore:
     def newest_step(self) -> int | None:
         return max((copy.step for copy in self.held()), default=None)
 
-    def problem(self, copy: CopyOf, rank: int, ranks: int, beat: Beat) -> str | None:
+    def problem(self, copy: CopyOf, record_file: str, rank: int, beat: Beat) -> str | None:
         """What is wrong with the part of a rank, down to the last byte; None if it is sound."""
         place = self.place(copy)
         try:
-            record = place / record_name(rank, ranks)
+            record = place / record_file
             files = listed_files(read_bounded(record, MAX_INDEX_BYTES), record, rank)
         except CheckpointError as error:
             return str(error)
@@ -236,8 +238,10 @@ def _parts_in(place: Path) -> HeldParts | None:
     ranks, records = set[int](), dict[int, str]()
     for path in place.iterdir():
         if found := _RECORD.fullmatch(path.name):
-            ranks.add(int(found[2]))
-            records[int(found[1])] = digest_of(read_bounded(path, MAX_INDEX_BYTES), HASH)
+            with suppress(CheckpointError):
+                if digest_of(read_bounded(path, MAX_INDEX_BYTES), HASH) == found[3]:
+                    ranks.add(int(found[2]))
+                    records[int(found[1])] = found[3]
     if len(ranks) != 1:
         return None  # nothing, or of two runs at once, which cannot be
     return HeldParts(ranks.pop(), records)

@@ -1,6 +1,6 @@
 """Copies on a neighbour: each rank's part of a copy is also in the memory of the next machine.
 
-Machines are a ring. Every rank sends its files to one rank of the next machine (`Exchange`),
+Machines are a ring. Every rank sends its files to one rank of the next machine (`CopyExchange`),
 in a process group that is for that alone, so that this happens beside the training. After a
 failure the parts are looked for on all machines (`Recovery`), each is verified where it is, and the
 newest step of which every part is sound somewhere becomes a checkpoint on every machine, with those
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.checkpoint.bounded import FileRecord
+from fourfold.checkpoint.bounded import HASH, FileRecord, digest_of
 from fourfold.checkpoint.copy_store import (
     CopyOf,
     CopyStore,
@@ -45,6 +45,8 @@ from fourfold.shards import Tensors, as_shards
 
 # Of one message: the time limit of a group is for each of them.
 MESSAGE_BYTES = 64 << 20
+# In hexadecimal digits.
+DIGEST_BYTES = 64
 
 Result = TypeVar("Result")
 
@@ -87,7 +89,19 @@ def _number(value: int = 0) -> Tensor:
     return torch.tensor([value], dtype=torch.int64)
 
 
-class Exchange:
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _checked(message: bytes) -> bytes:
+    """A record, which came behind its digest."""
+    record = message[DIGEST_BYTES:]
+    if digest_of(record, HASH).encode() != message[:DIGEST_BYTES]:
+        raise CheckpointError("its record was changed on the way")
+    return record
+
+
+class CopyExchange:
     """This rank's part of sending every rank's copy to the next machine; making it is a
     collective."""
 
@@ -105,30 +119,31 @@ class Exchange:
         lengths = {source: _number() for source in self.sources}
         own = -1 if record is None else len(record)
         self._swap([_number(own)], {source: [length] for source, length in lengths.items()})
-        records = {
-            source: torch.empty(int(length), dtype=torch.uint8)
+        messages = {
+            source: torch.empty(DIGEST_BYTES + int(length), dtype=torch.uint8)
             for source, length in lengths.items()
-            if 0 < int(length) <= MAX_INDEX_BYTES
+            if 0 <= int(length) <= MAX_INDEX_BYTES
         }
-        told = [] if record is None else [torch.frombuffer(bytearray(record), dtype=torch.uint8)]
-        self._swap(told, {source: [data] for source, data in records.items()})
+        told = [] if record is None else [_bytes(digest_of(record, HASH).encode() + record)]
+        self._swap(told, {source: [message] for source, message in messages.items()})
+        records = {source: message.numpy().tobytes() for source, message in messages.items()}
         problems, incoming = list[str](), dict[int, list[Tensor]]()
         for source in self.sources:
             if source not in records:
                 continue  # it says itself why
             try:
-                data = records[source].numpy().tobytes()
-                listed = self._listed(data, place, source, ranks)
+                listed = self._listed(_checked(records[source]), place, source)
                 incoming[source] = [_reserved(place / f, one.bytes) for f, one in listed.items()]
             except (OSError, CheckpointError) as error:
                 self._discard(place, source)
                 problems.append(f"the copy of rank {source}: {in_words(error)}")
-        files = [] if record is None else [*self._listed(record, place, rank, ranks)]
+        files = [] if record is None else [*self._listed(record, place, rank)]
         self._send_parts([place / file for file in files], incoming)
         for source in incoming:
-            path = place / record_name(source, ranks)
+            digest = records[source][:DIGEST_BYTES].decode()
+            path = place / record_name(source, ranks, digest)
             aside = path.with_suffix(".tmp")
-            aside.write_bytes(records[source].numpy().tobytes())
+            aside.write_bytes(records[source][DIGEST_BYTES:])
             aside.rename(path)
         if problems:
             raise CheckpointError("; ".join(problems))
@@ -145,8 +160,8 @@ class Exchange:
             _done(answer)
         self._swap([_mapped(file) for file in files] if int(takes) else [], incoming)
 
-    def _listed(self, record: bytes, place: Path, rank: int, ranks: int) -> dict[str, FileRecord]:
-        files = listed_files(record, place / record_name(rank, ranks), rank)
+    def _listed(self, record: bytes, place: Path, rank: int) -> dict[str, FileRecord]:
+        files = listed_files(record, place / f"the record of rank {rank}", rank)
         del files[STATE]  # the same as ours
         return files
 
@@ -284,20 +299,23 @@ class Recovery:
         (size,) = sizes
         if missing := [rank for rank in range(size) if rank not in digests]:
             raise CheckpointError(f"it is incomplete, nothing is left {_of_ranks(missing)}")
-        holders = self._sound(copy, size, held)
+        names = {rank: record_name(rank, size, *digests[rank]) for rank in range(size)}
+        holders = self._sound(copy, names, held)
         if lost := [rank for rank in range(size) if not holders[rank]]:
             raise CheckpointError(f"nothing sound is left {_of_ranks(lost)}")
         self._on_all_ranks(self._begin)
-        self._join(copy, size, holders)
+        self._join(copy, names, holders)
         self._bring(copy, holders, tensors)
 
-    def _sound(self, copy: CopyOf, size: int, held: dict[int, HeldParts]) -> dict[int, list[int]]:
+    def _sound(
+        self, copy: CopyOf, names: dict[int, str], held: dict[int, HeldParts]
+    ) -> dict[int, list[int]]:
         """The machines that have the part of each rank, every byte of it."""
         neighbours = self.machines[self.machine]
         own = sorted(held[self.machine].records) if self.machine in held else []
         share = own[neighbours.index(self.mesh.rank) :: len(neighbours)]
-        found = [[rank, self.store.problem(copy, rank, size, self.beat)] for rank in share]
-        holders: dict[int, list[int]] = {rank: [] for rank in range(size)}
+        found = [[r, self.store.problem(copy, names[r], r, self.beat)] for r in share]
+        holders: dict[int, list[int]] = {rank: [] for rank in names}
         told = [json.loads(text) for text in self.mesh.gather(json.dumps(found))]
         for machine, ranks in enumerate(self.machines):
             for rank, problem in (pair for speaker in ranks for pair in told[speaker]):
@@ -312,28 +330,20 @@ class Recovery:
             self.store.clear_whole()
             self.store.whole.mkdir(mode=0o700)
 
-    def _join(self, copy: CopyOf, size: int, holders: dict[int, list[int]]) -> None:
+    def _join(self, copy: CopyOf, names: dict[int, str], holders: dict[int, list[int]]) -> None:
         """Rank 0 makes a manifest of the records of all, which every machine then gets."""
         place, whole = self.store.place(copy), self.store.whole
         own = next(m for m, ranks in enumerate(self.machines) if 0 in ranks)
         there = {rank for rank, machines in holders.items() if own in machines}
         moves = [
-            Move(
-                self.leaders[holders[rank][0]],
-                0,
-                place / record_name(rank, size),
-                whole / record_name(rank, size),
-            )
-            for rank in range(size)
+            Move(self.leaders[holders[rank][0]], 0, place / name, whole / name)
+            for rank, name in names.items()
             if rank not in there
         ]
         if not there:
             moves.append(Move(self.leaders[holders[0][0]], 0, place / STATE, whole / STATE))
         self._transfer(moves)
-        paths = {
-            rank: (place if rank in there else whole) / record_name(rank, size)
-            for rank in range(size)
-        }
+        paths = {rank: (place if rank in there else whole) / name for rank, name in names.items()}
 
         def write() -> list[str]:
             if self.mesh.rank:
@@ -343,8 +353,8 @@ class Recovery:
             write_manifest(whole, copy.step, 0, joined(parts), state)
             return sorted(path.name for path in whole.iterdir() if path not in paths.values())
 
-        names = self._on_all_ranks(write)
-        told = self.mesh.broadcast_first(json.dumps(names) if self.mesh.rank == 0 else None)
+        small = self._on_all_ranks(write)
+        told = self.mesh.broadcast_first(json.dumps(small) if self.mesh.rank == 0 else None)
         assert told is not None
         self._transfer(
             [

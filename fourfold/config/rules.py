@@ -258,10 +258,7 @@ def _check_copies(config: Config, findings: ConfigFindings) -> None:
     copies = config.setting("Engine.save_load.memory_copy_steps")
     resumes = config.setting("Engine.save_load.auto_resume")
     if copies.value and not resumes.value:
-        findings.problem(
-            [copies, " keeps copies for a run that resumes, and ", resumes,
-             " begins anew; choose True, or 0 copies"]
-        )  # fmt: skip
+        findings.problem([copies, " is for a run that resumes; choose True for ", resumes])
 
 
 # -- layouts ------------------------------------------------------------------------------------

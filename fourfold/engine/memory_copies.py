@@ -41,7 +41,7 @@ from fourfold.checkpoint.copy_store import (
 )
 from fourfold.checkpoint.disk import explained
 from fourfold.checkpoint.manifest import MAX_STATE_BYTES, STATE
-from fourfold.checkpoint.neighbours import Exchange, Recovery, ring
+from fourfold.checkpoint.neighbours import CopyExchange, Recovery, ring
 from fourfold.checkpoint.tensor_files import sources_of
 from fourfold.config import Config
 from fourfold.engine import saving
@@ -69,7 +69,7 @@ _LAYOUT = re.compile(
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RunTimeline:
     """What is said on the disk of the copies that count."""
 
     timeline: str
@@ -83,7 +83,7 @@ class Timeline:
         return json.dumps(asdict(self))
 
 
-def read_timeline(data: bytes) -> Timeline | None:
+def read_timeline(data: bytes) -> RunTimeline | None:
     """None if it is damaged: then no copy counts."""
     try:
         value = json.loads(data[:MAX_TIMELINE_BYTES])
@@ -98,7 +98,7 @@ def read_timeline(data: bytes) -> Timeline | None:
             return None
         if origin is not None and type(origin.step) is not int:
             return None
-        return Timeline(names[0], origin, settings)
+        return RunTimeline(names[0], origin, settings)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -168,7 +168,7 @@ class MemoryCopies:
         self.leads = any(self.mesh.rank == ranks[0] for ranks in self.machines)
         self.sends = ring(self.machines)
         timeout = run.config.Distributed.timeout_seconds
-        self.exchange = Exchange(self.sends, self.mesh.rank, timeout) if self.sends else None
+        self.exchange = CopyExchange(self.sends, self.mesh.rank, timeout) if self.sends else None
 
     def check_room(self) -> list[str]:
         """Refuse what cannot be kept in the memory of every machine; else say what it takes."""
@@ -236,7 +236,7 @@ class MemoryCopies:
         both = {**self.settings, **settings}
         return next((k for k in both if self.settings.get(k) != settings.get(k)), None)
 
-    def _read_line(self) -> Timeline | None:
+    def _read_line(self) -> RunTimeline | None:
         """What the disk says; the same on all ranks."""
         text = None
         if self.mesh.rank == 0:
@@ -258,13 +258,13 @@ class MemoryCopies:
         """
         told = self.mesh.broadcast_first(new_timeline() if self.mesh.rank == 0 else None)
         assert told is not None
-        line = Timeline(told, origin, self.settings)
+        line = RunTimeline(told, origin, self.settings)
         self.mesh.on_all_ranks(lambda: self._write_line(line) if self.mesh.rank == 0 else None)
         self.timeline, self.origin, self.good = told, origin, origin
         if self.leads:
             self.store.keep(() if origin is None else (origin,))
 
-    def _write_line(self, line: Timeline) -> None:
+    def _write_line(self, line: RunTimeline) -> None:
         """Unless others have taken over the directory."""
         self.run.ranks.may_commit()
         path = self.run.output_dir / TIMELINE_FILE

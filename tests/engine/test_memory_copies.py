@@ -185,7 +185,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     ),
     "a file gone": (lambda copy: next(copy.glob("model-rank*")).unlink(), "cannot be read"),
     "a byte of the state": (lambda copy: flip(copy / "state.json"), "digest"),
-    "a byte of a record": (lambda copy: flip(next(copy.glob("rank*.json"))), "machines have"),
+    "a byte of a record": (lambda copy: flip(next(copy.glob("rank*.json"))), "incomplete"),
     "a record gone": (lambda copy: next(copy.glob("rank00000*.json")).unlink(), "incomplete"),
 }
 
@@ -197,11 +197,9 @@ def test_damage_is_said_and_the_checkpoint_used(
     """One machine is gone, and what is left on the other is damaged."""
     train(configure, machines[:2], *TWO, FEW_SAVES, COPIES, until=6)
     spoil, word = DAMAGE[damage]
-    kept = 1
-    if damage != "a byte of a record":
-        shutil.rmtree(machines[0])
-        machines[0].mkdir()
-    for copy in machines[kept].glob("*/*/step_*"):
+    shutil.rmtree(machines[0])
+    machines[0].mkdir()
+    for copy in machines[1].glob("*/*/step_*"):
         spoil(copy)
     notices = train(configure, machines[:2], *TWO, FEW_SAVES, COPIES)
     assert said(notices, "the copy of step 6 in memory cannot be used"), notices[0]
@@ -276,13 +274,18 @@ def test_a_run_at_an_address(
     configure: Configure, tmp_path: Path, machines: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "run").mkdir(parents=True)
     there = f"Engine.save_load.output_dir=file://{tmp_path}/far/run"
     train(configure, machines[:1], FEW_SAVES, COPIES, there, until=6)
     assert (tmp_path / "far" / "run" / TIMELINE_FILE).exists()
     notices = train(configure, machines[:1], FEW_SAVES, COPIES, there)
     assert said(notices, "resumed from copies in memory at step 6"), notices[0]
     assert not (tmp_path / "far" / "run" / TIMELINE_FILE).exists()
+
+
+def test_copies_that_would_never_be_taken_are_refused(configure: Configure) -> None:
+    with pytest.raises(UserError, match="memory_copy_steps=1 is for a run that resumes"):
+        configure("run", COPIES, "Engine.save_load.auto_resume=False")
 
 
 def test_too_little_memory_is_refused(
