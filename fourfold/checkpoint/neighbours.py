@@ -116,6 +116,13 @@ class CopyExchange:
 
         Raises where one of them cannot be taken here; another rank says the same of itself.
         """
+        problems, content = list[str](), list[Tensor]()
+        try:
+            listed = {} if record is None else self._listed(record, place, rank)
+            content = [_mapped(place / file) for file in listed]
+        except OSError as error:
+            problems.append(in_words(error))
+            record = None
         lengths = {source: _number() for source in self.sources}
         own = -1 if record is None else len(record)
         self._swap([_number(own)], {source: [length] for source, length in lengths.items()})
@@ -127,7 +134,7 @@ class CopyExchange:
         told = [] if record is None else [_bytes(digest_of(record, HASH).encode() + record)]
         self._swap(told, {source: [message] for source, message in messages.items()})
         records = {source: message.numpy().tobytes() for source, message in messages.items()}
-        problems, incoming = list[str](), dict[int, list[Tensor]]()
+        incoming = dict[int, list[Tensor]]()
         for source in self.sources:
             if source not in records:
                 continue  # it says itself why
@@ -137,8 +144,7 @@ class CopyExchange:
             except (OSError, CheckpointError) as error:
                 self._discard(place, source)
                 problems.append(f"the copy of rank {source}: {in_words(error)}")
-        files = [] if record is None else [*self._listed(record, place, rank)]
-        self._send_parts([place / file for file in files], incoming)
+        self._send_parts(content, incoming)
         for source in incoming:
             digest = records[source][:DIGEST_BYTES].decode()
             path = place / record_name(source, ranks, digest)
@@ -148,7 +154,7 @@ class CopyExchange:
         if problems:
             raise CheckpointError("; ".join(problems))
 
-    def _send_parts(self, files: Sequence[Path], incoming: dict[int, list[Tensor]]) -> None:
+    def _send_parts(self, content: Sequence[Tensor], incoming: dict[int, list[Tensor]]) -> None:
         """After every source was told whether its part can be taken."""
         answers = [
             dist.isend(_number(source in incoming), source, self._group) for source in self.sources
@@ -158,7 +164,7 @@ class CopyExchange:
             _done(dist.irecv(takes, self.target, self._group))
         for answer in answers:
             _done(answer)
-        self._swap([_mapped(file) for file in files] if int(takes) else [], incoming)
+        self._swap(content if int(takes) else [], incoming)
 
     def _listed(self, record: bytes, place: Path, rank: int) -> dict[str, FileRecord]:
         files = listed_files(record, place / f"the record of rank {rank}", rank)

@@ -301,8 +301,11 @@ class MemoryCopies:
                 record = self.store.write(copy, ranks, shards, sources, state, moved.set)
             except (OSError, CheckpointError) as error:
                 problem = in_words(error)
-            if self.exchange is not None:
-                self.exchange.run(place, *ranks, record)
+            try:
+                if self.exchange is not None:
+                    self.exchange.run(place, *ranks, record)
+            except OSError as error:
+                problem = problem or in_words(error)
             if problem is not None:
                 raise CheckpointError(problem)
             self.costs.whole_seconds += time.perf_counter() - began
