@@ -270,19 +270,6 @@ def test_what_is_left_is_removed_by_a_run_that_keeps_none(
     assert said(notices, "were removed") and not [*machines[0].iterdir()]
 
 
-def test_a_run_at_an_address(
-    configure: Configure, tmp_path: Path, machines: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    (tmp_path / "far" / "run").mkdir(parents=True)
-    there = f"Engine.save_load.output_dir=file://{tmp_path}/far/run"
-    train(configure, machines[:1], FEW_SAVES, COPIES, there, until=6)
-    assert (tmp_path / "far" / "run" / TIMELINE_FILE).exists()
-    notices = train(configure, machines[:1], FEW_SAVES, COPIES, there)
-    assert said(notices, "resumed from copies in memory at step 6"), notices[0]
-    assert not (tmp_path / "far" / "run" / TIMELINE_FILE).exists()
-
-
 def test_copies_that_would_never_be_taken_are_refused(configure: Configure) -> None:
     with pytest.raises(UserError, match="memory_copy_steps=1 is for a run that resumes"):
         configure("run", COPIES, "Engine.save_load.auto_resume=False")
