@@ -72,6 +72,7 @@ BEFORE = {
 # Eight ranks, models of 175 billion parameters, vocabularies of 50,304 rows, compiled graphs, or
 # what the README has too: seconds each, not moments.
 SLOW = {
+    "docs/index.md",
     "docs/launching.md",
     "docs/memory.md",
     "docs/mup.md",
