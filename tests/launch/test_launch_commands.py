@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.forked import fourfold, fourfold_in_a_terminal
+from helpers.tiny_run import DATASET, ONE_LAYER
 
 from fourfold.errors import UserError
 from fourfold.launch.launchers import Nodes, torchrun_command
-
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
 
 TINY = {
     "Global": {"device": "cpu"},
@@ -32,20 +31,9 @@ TINY = {
     },
     "Data": {
         "batch_size": {"global_batch_size": 4, "micro_batch_size": 2},
-        "dataset": {
-            "input_dir": str(FIXTURE),
-            "split": "90,8,2",
-            "max_seq_len": 16,
-            "eos_token_id": 0,
-        },
+        "dataset": DATASET,
     },
-    "Model": {
-        "vocab_size": 1024,
-        "hidden_size": 16,
-        "num_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-    },
+    "Model": ONE_LAYER,
 }
 
 NODES = ["--nnodes", "1", "--node-rank", "0", "--master", "127.0.0.1:1", "--nproc", "2"]
