@@ -73,6 +73,6 @@ def save_svg(figure: Figure, path: Path) -> None:
     """The same bytes for the same figure; letters are drawn, so that no font is asked for."""
     import matplotlib
 
-    fixed = {"svg.hashsalt": "fourfold", "svg.fonttype": "path"}
+    fixed: dict[Any, Any] = {"svg.hashsalt": "fourfold", "svg.fonttype": "path"}
     with replacing(path) as aside, matplotlib.rc_context(fixed):
         figure.savefig(aside, format="svg", metadata={"Date": None, "Creator": None})
