@@ -102,6 +102,13 @@ def _serial(directory: Path) -> int | None:
         return None
 
 
+def step_of(directory: Path) -> int:
+    """Of a committed checkpoint, by its name."""
+    found = COMMITTED.fullmatch(directory.name)
+    assert found is not None
+    return int(found[1])
+
+
 def named(ckpt_dir: str, output_dir: Path) -> Path:
     """The path that `Engine.save_load.ckpt_dir` means; a bare `latest` is the run's own."""
     return output_dir if ckpt_dir == LATEST else storage.local_path(ckpt_dir)

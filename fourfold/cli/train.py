@@ -271,6 +271,7 @@ def _fit_in_processes(
             hang_seconds=hang_seconds,
             stop_seconds=hang_seconds,
             saved_step=saved_step,
+            copied_step=lambda: _copied_step(config, output_dir),
             threads=threads_of_rank(nproc, take_turns=take_turns),
             stopped_code=stopped_code,
             echo=console.echo,
@@ -317,7 +318,16 @@ def _saved_step(output_dir: Path) -> int | None:
         found = checkpoint.candidates(output_dir)
     except OSError:
         return None  # a disk that does not answer; the ranks will say more
-    return int(found[0].name.removeprefix("step_").removesuffix(".old")) if found else None
+    return checkpoint.step_of(found[0]) if found else None
+
+
+def _copied_step(config: Config, output_dir: Path) -> int | None:
+    """The newest step of which something is in the memory of this machine."""
+    if not config.Engine.save_load.memory_copy_steps:
+        return None
+    from fourfold.checkpoint.copy_store import CopyStore
+
+    return CopyStore(output_dir).newest_step()
 
 
 def _train_on_machines(
@@ -367,7 +377,12 @@ def _train_on_machines(
         plan,
         output_dir / "logs",
         WatchLimits(hang_seconds, lost_seconds, hang_seconds),
-        Restarts(max_restarts, FIRST_PAUSE_SECONDS, lambda: _saved_step(output_dir)),
+        Restarts(
+            max_restarts,
+            FIRST_PAUSE_SECONDS,
+            lambda: _saved_step(output_dir),
+            lambda: _copied_step(config, output_dir),
+        ),
         stopped_code=run.stopped_code,
         threads=threads_of_rank(nproc, take_turns=take_turns),
         echo=partial(say, stream=sys.stdout),
