@@ -17,12 +17,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
 from fourfold.errors import UserError
+from fourfold.launch.diagnosis import ranks
 from fourfold.launch.peers import PeerExchange
 from fourfold.launch.supervisor import Echo
 from fourfold.meeting import Patience, reach, serve
@@ -158,6 +160,8 @@ class Meeting:
         )
         self.exchange = PeerExchange(self._connect(signals), host, self.handler.num_nodes_waiting)
         self.abandoned = False
+        # The machines of the last round by the number of their speaker, with what to call them.
+        self._last: dict[int, str] = {}
 
     def _serve(self) -> TCPStore | None:
         try:
@@ -193,11 +197,37 @@ class Meeting:
                 return None
             if self.exchange.broken or self.exchange.quiet_seconds() > lost_seconds:
                 raise MeetingLost(self.silence())
+            self._tell_of_lost(self._last, lost_seconds)
             patience.waiting(self._missing())
         if isinstance(found.error, BaseException):
             self._explain(found.error)
         assert found.round is not None
+        here = {member.index for member in found.round.members}
+        self._tell_of_lost(self._last.keys() - here, self.exchange.suspicious_seconds)
+        self._last = {
+            member.index: f"{member.host} ({ranks([*found.round.ranks_of(member.index)])})"
+            for member in found.round.members
+        }
         return found.round
+
+    def told_lost(self, indices: Iterable[int]) -> None:
+        """These were named when the round ended."""
+        for index in indices:
+            self._last.pop(index, None)
+
+    def _tell_of_lost(self, members: Iterable[int], seconds: float) -> None:
+        """Name those that were lost between two rounds, where no rank misses them: a second fault
+        while the run recovers from a first. One that left by itself has said so."""
+        exchange = self.exchange
+        left = exchange.marks.get("leaving", "")
+        for index in [index for index in members if exchange.unheard_seconds(index) > seconds]:
+            named = self._last.pop(index)
+            if not left or not named.startswith(f"{left} ("):
+                self.tell(
+                    f"fourfold: {named} has not been heard of for "
+                    f"{exchange.unheard_seconds(index):.0f} s, last before this round: the machine,"
+                    " its network or its `fourfold train` is gone"
+                )
 
     def silence(self) -> str:
         return (
