@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fourfold.errors import USER_ERROR_EXIT, RunError, UserError
 from fourfold.launch.diagnosis import (
@@ -44,6 +45,9 @@ from fourfold.launch.supervisor import FAILED, Echo, Restarts, Watch, tell_of_st
 from fourfold.launch.workers import LOG_NAME, Ending, WorkerGroup, WorkerPlace
 from fourfold.meeting import MEETING
 from fourfold.signals import SupervisorSignals
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 # How long to look for the cause where a rank has only lost its connection.
 SEARCH_SECONDS = 8.0
@@ -106,6 +110,7 @@ class Agent:
         self.tell: Echo = print
         self.host = socket.gethostname()
         self.meeting: Meeting | None = None
+        self._server: TCPStore | None = None
         self._was_stopped = False
 
     def run(self) -> int:
@@ -123,7 +128,10 @@ class Agent:
         """One round; the exit code if it was the last."""
         try:
             if self.meeting is None:
-                self.meeting = Meeting(self.machines, self.host, self.signals, self.tell)
+                self.meeting = Meeting(
+                    self.machines, self.host, self.signals, self.tell, self._server
+                )
+                self._server = self.meeting.server
             joined = self.meeting.join(self.nproc, self.signals, self.limits.lost_seconds)
             if joined is None:
                 return self._stopped_while_waiting()

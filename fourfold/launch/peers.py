@@ -253,7 +253,8 @@ class PeerExchange:
     def are_through(self) -> bool:
         """Whether all others that are heard of have left this round, or wait for none."""
         others = [index for index in [*self.seen] if index != self.index]
-        heard = set(others) - set(self.silent(others, self.suspicious_seconds))
+        # Also of those that had left a round when they were lost, whom `silent` does not count.
+        heard = [i for i in others if self.unheard_seconds(i) <= self.suspicious_seconds]
         reports = [self.seen[index].report for index in heard]
         rounds = (self._own.round, "")
         return all(report.status == ENDED and report.round in rounds for report in reports)

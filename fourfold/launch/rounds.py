@@ -125,8 +125,15 @@ class Meeting:
     """This machine's connection to the others, until it is lost."""
 
     def __init__(
-        self, machines: Machines, host: str, signals: SupervisorSignals, tell: Echo
+        self,
+        machines: Machines,
+        host: str,
+        signals: SupervisorSignals,
+        tell: Echo,
+        server: TCPStore | None = None,
     ) -> None:
+        """`server` is that of an earlier meeting of this process. A second one beside it would part
+        those that are still connected to the first from all others."""
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
             C10dRendezvousBackend,
         )
@@ -140,7 +147,7 @@ class Meeting:
         # comes later would wait in vain (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines, self.host, self.tell = machines, host, tell
-        self.server = self._serve() if machines.is_host() else None
+        self.server = server or (self._serve() if machines.is_host() else None)
         self.store = self._connect(signals)
         backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
         self.handler = DynamicRendezvousHandler.from_backend(

@@ -99,16 +99,11 @@ class Training:
         )
 
     def goes_on(self, before: set[str], since: float, seconds: float = PATIENCE) -> float:
-        """Seconds from `since` (wall clock) until ranks of a round not among `before` had made a
-        step: each takes its next batch after one."""
+        """Seconds from `since` (wall clock) until ranks of a round not among `before` had done a
+        step."""
 
         def found() -> list[float]:
-            steps: dict[str, dict[int, float]] = {}
-            for read in self.samples():
-                one = steps.setdefault(str(read["round"]), {})
-                one.setdefault(int(read["step"]), float(read["time"]))  # type: ignore
-            new = [sorted(one.values()) for name, one in steps.items() if name not in before]
-            return [times[1] for times in new if len(times) > 1]
+            return [float(r["time"]) for r in self.done() if r["round"] not in before]  # type: ignore
 
         wait_until(found, seconds, lambda: f"a new round:\n{self.said()}")
         return min(found()) - since
@@ -126,8 +121,8 @@ class Training:
         return first
 
     def longest_pause(self, since: float) -> float:
-        """Between two steps that a rank began, in seconds."""
-        times = sorted({float(read["time"]) for read in self.samples()})  # type: ignore[arg-type]
+        """Between two steps that were done, in seconds."""
+        times = sorted({float(done["time"]) for done in self.done()})  # type: ignore[arg-type]
         later = [since, *(moment for moment in times if moment > since)]
         return max(after - before for before, after in pairwise(later))
 
@@ -138,6 +133,14 @@ class Training:
         return [record for record in records[last:] if record.get("event") == kind]
 
     def samples(self) -> list[dict[str, object]]:
+        """What was read, by which round, for which step."""
+        return [record for record in self._notes() if "samples" in record]
+
+    def done(self) -> list[dict[str, object]]:
+        """When each rank of each round had done each step."""
+        return [record for record in self._notes() if "done" in record]
+
+    def _notes(self) -> list[dict[str, object]]:
         return [record for file in sorted(self.reads.iterdir()) for record in _records(file)]
 
     def marks(self) -> dict[Command, int]:
@@ -265,7 +268,7 @@ def undisturbed(directory: Path, steps: int) -> tuple[dict[int, float], Counter[
         (int(read["step"]), sample)  # type: ignore[call-overload]
         for file in reads.iterdir()
         for read in _records(file)
-        if int(read["step"]) <= steps  # type: ignore[call-overload]
+        if "samples" in read and int(read["step"]) <= steps  # type: ignore[call-overload]
         for sample in read["samples"]  # type: ignore[attr-defined]
     )
     return losses, taken
