@@ -1,7 +1,8 @@
 """Faults of machines and networks: each is named, the run goes on, and its numbers do not show it.
 
-`FAULTS` faults, chosen by `FAULTS_SEED`, hit a run over three machines one after the other. In the
-end its losses and the samples it was trained on are those of one process that nothing happened to.
+`FAULTS` faults, chosen by `FAULTS_SEED`, hit a run over `FAULTS_MACHINES` machines one after the
+other; `chaos.py` has their kinds. In the end its losses and the samples it was trained on are those
+of one process that nothing happened to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cluster.training import Training
 
 FAULTS = int(os.environ.get("FAULTS", "10"))
 SEED = int(os.environ.get("FAULTS_SEED", "1"))
-MACHINES = 3
+MACHINES = int(os.environ.get("FAULTS_MACHINES", "3"))
 
 
 @pytest.fixture
@@ -28,12 +29,17 @@ def trio(tmp_path: Path) -> Machines:
         yield machines
 
 
-def test_random_faults_leave_no_trace(trio: Machines) -> None:
+def test_random_faults_leave_no_trace(tmp_path: Path) -> None:
+    with Machines(MACHINES, tmp_path) as machines:
+        leave_no_trace(machines)
+
+
+def leave_no_trace(machines: Machines) -> None:
     options = ("--max-restarts", "20", "--lost-seconds", str(LOST_SECONDS))
-    run = Training(trio, f"2:{MACHINES}", *options, preload=bad_disk(trio.directory))
+    run = Training(machines, f"2:{MACHINES}", *options, preload=bad_disk(machines.directory))
     run.start_all()
     chaos = Chaos(run, random.Random(SEED))
-    print(f"\n{FAULTS} faults of seed {SEED}")
+    print(f"\n{FAULTS} faults of seed {SEED} on {MACHINES} machines")
     try:
         for number, kind in enumerate(chaos.chosen(FAULTS)):
             print(f"{number}: {chaos.happen(kind)}", flush=True)
