@@ -37,6 +37,9 @@ class Run:
     def __init__(self, slurm: Slurm, name: str, *words: str, sbatch: tuple[str, ...] = ()) -> None:
         self.slurm, self.directory = slurm, slurm.directory / name
         assert submit(self.directory, "slurm", *words) == "sbatch run.sbatch\n"
+        # A machine that another test had taken out may not be back yet; which ones a job gets is
+        # for the tests to know.
+        slurm.wait_for_idle(slurm.count, WAIT)
         self.job = slurm.sbatch(*sbatch, self.directory / "run.sbatch")
 
     @property
