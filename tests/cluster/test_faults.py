@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from cluster.chaos import LOST_SECONDS, Chaos, bad_disk, checkpoints
-from cluster.machines import Machines, wait_until
+from cluster.machines import Machines, wait_until, why_not
 from cluster.training import Training
 
 FAULTS = int(os.environ.get("FAULTS", "10"))
@@ -29,6 +29,11 @@ def trio(tmp_path: Path) -> Machines:
         yield machines
 
 
+def needs(*programs: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(bool(why_not(*programs)), reason=str(why_not(*programs)))
+
+
+@needs("ethtool", "cc")
 def test_random_faults_leave_no_trace(tmp_path: Path) -> None:
     with Machines(MACHINES, tmp_path) as machines:
         leave_no_trace(machines)
@@ -83,6 +88,7 @@ def test_a_layout_that_heals(trio: Machines) -> None:
     run.compare()
 
 
+@needs("nft")
 def test_a_network_cut_in_the_middle(tmp_path: Path) -> None:
     """Two and two: those with the meeting place go on, the others end their ranks and say why;
     mended, they are one run again, and nothing was written twice."""
