@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from fourfold.errors import UserError
 from fourfold.launch.diagnosis import ranks
@@ -79,6 +79,10 @@ def _is_own(family: int, address: tuple[object, ...]) -> bool:
 
 class MeetingLost(Exception):
     """The place where the machines meet does not answer."""
+
+
+class MemberLost(Exception):
+    """A machine that torch counts among those of a round was lost before it said who it is."""
 
 
 class MeetingClosed(Exception):
@@ -198,7 +202,10 @@ class Meeting:
         """Wait for a round to take part in; None if a signal came first."""
         self.exchange.wait_for_round()
         patience, found = Patience(self.tell), Joining(self, nproc)
-        while found.is_alive():
+        while found.is_alive() or isinstance(found.error, MemberLost):
+            if isinstance(found.error, MemberLost):
+                self.tell(f"fourfold: {found.error}")
+                found = Joining(self, nproc)
             signals.wait(0.1)
             if signals.received is not None:
                 return None
@@ -336,11 +343,23 @@ class Joining(threading.Thread):
             number = meeting.store.add("fourfold/rounds", 1) - 1
             note |= {"token": secrets.token_hex(8), "number": number}
         found.store.set(f"fourfold/member/{found.rank}", json.dumps(note))
-        notes = [
-            json.loads(found.store.get(f"fourfold/member/{rank}"))
-            for rank in range(found.world_size)
-        ]
+        keys = [f"fourfold/member/{rank}" for rank in range(found.world_size)]
+        self._wait_for_all(found.store, keys)
+        notes = [json.loads(found.store.get(key)) for key in keys]
         names = ("index", "host", "nproc", "order")
         members = [RoundMember(*(note[name] for name in names)) for note in notes]
         members.sort(key=lambda member: (member.order, member.index))
         return RendezvousRound(notes[0]["token"], notes[0]["number"], members, own)
+
+    def _wait_for_all(self, store: Store, keys: list[str]) -> None:
+        """As long as torch takes to miss a machine: the next round then does without it."""
+        deadline = time.monotonic() + KEEP_ALIVE_SECONDS
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = sum(not store.check([key]) for key in keys)
+                are = "was" if missing == 1 else "were"
+                raise MemberLost(
+                    f"{missing} of the {len(keys)} machines of a round {are} lost before it began; "
+                    "the others meet again"
+                )
+            time.sleep(0.1)
