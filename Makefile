@@ -80,7 +80,7 @@ $(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
 	touch $@
 
 # Programs that no Python package brings. What cannot be installed is said, and its tests are skipped.
-CLUSTER_PACKAGES := iproute2 ethtool slurm-wlm munge
+CLUSTER_PACKAGES := iproute2 ethtool nftables gcc libc6-dev slurm-wlm munge
 setup-cluster:
 	@missing=$$(for package in $(CLUSTER_PACKAGES); do \
 		dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || echo $$package; done); \
