@@ -65,9 +65,8 @@ def look(output_dir: Path) -> None:
 def look_at(directory: Path) -> None:
     """The same for one checkpoint: its small files are copied here."""
     if storage.address_of(directory) is not None:
-        found = storage.refresh(directory, lambda name: name.endswith(".json"))
-        if MANIFEST not in found:  # put last, removed first
-            storage.drop(directory)
+        # The manifest is put last and removed first.
+        storage.refresh(directory, lambda name: name.endswith(".json"), required=MANIFEST)
 
 
 @dataclass(frozen=True)

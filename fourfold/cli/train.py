@@ -16,6 +16,7 @@ import typer
 
 from fourfold import storage
 from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.cli.progress import SupervisorConsole
 from fourfold.errors import UserError, say
 from fourfold.processors import threads_of_rank
 from fourfold.signals import answer_with_stacks
@@ -259,6 +260,8 @@ def _fit_in_processes(
     held = claim(output_dir)
     if hang_seconds is None:
         hang_seconds = config.Distributed.timeout_seconds
+    saved_step = partial(_saved_step, output_dir)
+    console = SupervisorConsole(config.Engine.max_steps, nproc, saved_step)
     try:
         return supervise(
             lambda: build_engine(config, nproc, expected, foreign).fit(save=save),
@@ -267,12 +270,15 @@ def _fit_in_processes(
             max_restarts=max_restarts,
             hang_seconds=hang_seconds,
             stop_seconds=hang_seconds,
-            saved_step=lambda: _saved_step(output_dir),
+            saved_step=saved_step,
             copied_step=lambda: _copied_step(config, output_dir),
             threads=threads_of_rank(nproc, take_turns=take_turns),
             stopped_code=stopped_code,
+            echo=console.echo,
+            tell=console.tell,
         )
     finally:
+        console.close()
         held.release()
 
 
