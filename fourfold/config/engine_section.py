@@ -202,6 +202,11 @@ class EngineSection(Section):
         "versions and data, and name what is slow or differs: short in a second or two, full with "
         "every pair of machines and the links of GPUs, none not at all.",
     )
+    layer_norms: bool = key(
+        False,
+        "With each record of a step, the norm of the gradient by group of layers: embeddings, each "
+        "layer (at most 16 groups of neighbours), the last norm, the head.",
+    )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(
         None, "Where the TensorBoard event files go. Null is tensorboard in output_dir."

@@ -279,7 +279,8 @@ class Engine:
                 self.save_request.committed()
             rate = self.schedule.lr_at(self.step)
             asked = Asked(stop.reason() is not None, self.save_request.asked())
-            self.updates.apply(self.step, share, rate, scale, asked, limits)
+            by_layer = self.config.Engine.layer_norms and meter.is_logged(self.step)
+            self.updates.apply(self.step, share, rate, scale, asked, limits, by_layer=by_layer)
             return self._settle(sinks)
 
     def _settle(
@@ -406,6 +407,7 @@ class Engine:
             grad_norm=result.norm,
             loss_scale=self.loss_scale.value if self.loss_scale else None,
             skipped=self.guard.skipped,
+            layer_norms=result.layer_norms,
         )
 
     def epoch(self, step: int) -> int:

@@ -81,6 +81,14 @@ class NewestNumbers(Collector):
         for phase, seconds in self._train.get("seconds", {}).items():
             phases.add_metric([phase], seconds)
         yield phases
+        norms = GaugeMetricFamily(
+            "fourfold_layer_gradient_norm",
+            "Norm of the gradient before clipping, by group of layers.",
+            labels=["layers"],
+        )
+        for group, norm in (self._train.get("layer_norms") or {}).items():
+            norms.add_metric([group], norm)
+        yield norms
         losses = GaugeMetricFamily(
             "fourfold_evaluation_loss", "Loss of the last evaluation.", labels=["split"]
         )

@@ -336,7 +336,7 @@ class StepProgress:
 # -- TensorBoard and Weights & Biases -----------------------------------------------------------
 
 # The names of numbers in both trackers: train/loss, speed/ips, memory/rss_bytes; beside these,
-# seconds/<phase>, eval/loss, eval/ppl, test/loss and test/ppl.
+# seconds/<phase>, grad_norm/<group of layers>, eval/loss, eval/ppl, test/loss and test/ppl.
 GROUPS = {
     "train": (
         "loss",
@@ -363,6 +363,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         return {}
     named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}
     named |= {f"seconds/{phase}": value for phase, value in record["seconds"].items()}
+    norms = record.get("layer_norms") or {}
+    named |= {f"grad_norm/{group}": value for group, value in norms.items()}
     return {name: value for name, value in named.items() if value is not None}
 
 
