@@ -17,6 +17,7 @@ from fourfold.data import Batch
 from fourfold.engine import resuming, saving
 from fourfold.engine.banner import describe
 from fourfold.engine.findings import PreflightFinding
+from fourfold.engine.in_loop import InLoop, due_in_loop, run_in_loop, wanted_in_loop
 from fourfold.engine.lock import Claim
 from fourfold.engine.monitoring import Monitoring, Prediction
 from fourfold.engine.preflight import preflight
@@ -49,6 +50,7 @@ class Engine:
         claim: Claim | None = None,
         prediction: Prediction | None = None,
         open_foreign: resuming.OpenForeign | None = None,
+        in_loop: InLoop | None = None,
     ) -> None:
         """From the parts `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
@@ -58,6 +60,7 @@ class Engine:
         self.claim = claim
         self.prediction = prediction
         self.open_foreign = open_foreign
+        self.in_loop = in_loop
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
@@ -80,7 +83,7 @@ class Engine:
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
         watched = config.Engine.spikes.action != "none"
         self.spikes = Spikes(self, config.Engine.spikes) if watched else None
-        self.notices = [*config.notices, *data.notices]
+        self.notices = [*config.notices, *data.notices, *(in_loop.notices if in_loop else ())]
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -104,6 +107,8 @@ class Engine:
             if save:
                 self.notices += saving.check_room(self)
             found = self._preflight()
+            if self.in_loop is None and wanted_in_loop(self.config):
+                self.notices.append("Engine.samples and Engine.eval_tasks have no effect here")
             watch = self._open_instruments(closing)
             for finding in found:
                 watch.sinks.notice(f"preflight: {finding.text}", level="WARNING")
@@ -194,9 +199,10 @@ class Engine:
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             last, evaluates, saves, checks = self._due_now(save)
+            looks = due_in_loop(self, self.step)
             outcomes, stopping, requested = self._train_step(batch, meter, sinks, stop)
             saves = saves or (save and requested)
-            if last or evaluates or saves or checks or stopping or self.guard.gave_up:
+            if last or evaluates or looks or saves or checks or stopping or self.guard.gave_up:
                 # What follows speaks of this very step.
                 rest, asked, _ = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
@@ -215,6 +221,9 @@ class Engine:
             if evaluates and not stopping:
                 with meter.timed("evaluate", self.step):
                     stopping = self.evaluate(sinks, "eval", engine.eval_iters, stop)
+            if looks and not stopping:
+                with meter.timed("evaluate", self.step):
+                    stopping = run_in_loop(self, looks, sinks, stop)
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
         saving.finish(self)

@@ -54,6 +54,7 @@ class NewestNumbers(Collector):
         self._loss: float | None = None
         self._train: Mapping[str, Any] = {}
         self._evaluations: dict[str, float] = {}
+        self._tasks: dict[str, Mapping[str, float]] = {}
         self._events: Counter[str] = Counter()
 
     def end_step(self, step: int, loss: float) -> None:
@@ -64,6 +65,8 @@ class NewestNumbers(Collector):
             self._train = record
         elif record["kind"] in ("eval", "test"):
             self._evaluations[record["kind"]] = record["loss"]
+        elif record["kind"] == "task":
+            self._tasks[record["task"]] = record["numbers"]
         elif record["kind"] == "event":
             self._events[record["event"]] += 1
 
@@ -95,6 +98,15 @@ class NewestNumbers(Collector):
         for split, loss in self._evaluations.copy().items():
             losses.add_metric([split], loss)
         yield losses
+        tasks = GaugeMetricFamily(
+            "fourfold_task",
+            "Last result of a task of Engine.eval_tasks.",
+            labels=["task", "number"],
+        )
+        for task, numbers in self._tasks.copy().items():
+            for name, value in numbers.items():
+                tasks.add_metric([task, name], value)
+        yield tasks
         events = CounterMetricFamily(
             "fourfold_events", "What happened, as metrics.jsonl names it.", labels=["event"]
         )

@@ -164,7 +164,7 @@ class Runner:
             torch._foreach_copy_(
                 [self.parameters[key] for key in lowered], [self.masters[key] for key in lowered]
             )
-        self._drop_gathered()
+        self.drop_gathered()
 
     def shards_to_load(self) -> dict[str, Shard]:
         """The tensors that a load fills, by key. Of two copies of the embedding on this rank, as at
@@ -188,7 +188,8 @@ class Runner:
                 parameter.data = parameter.data.to(self.precision.dtype)
         self.sync_weights_from_masters()
 
-    def _drop_gathered(self) -> None:
+    def drop_gathered(self) -> None:
+        """Free the weights that sharding gathered for an evaluation."""
         if self.sharding is not None:
             for part in self.parts:
                 self.sharding.drop_gathered(part)
@@ -217,8 +218,28 @@ class Runner:
             for tokens, given in micro_batches:
                 losses.append(self.parts[0](tokens, **given))
                 heartbeat.alive()
-        self._drop_gathered()
+        self.drop_gathered()
         return self._share(torch.stack(losses).sum() if losses else torch.zeros(()))
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """The logits (B, T, V) after each of the tokens (B, T), without dropout; None on ranks that
+        do not have the last stage. The ranks of one data rank must give the same tokens, and all
+        ranks call equally often. Weights that sharding gathers stay until `drop_gathered`."""
+        for part in self.parts:
+            part.eval()
+        rows, length = tokens.shape
+        cut = self.mesh.layout.mp if self.sequence_parallel else 1
+        padded = nn.functional.pad(tokens.to(self.device), (0, -length % cut))
+        last = self.parts[0].shape.max_position_embeddings - 1
+        positions = torch.arange(padded.shape[1], device=self.device).clamp(max=last)
+        given = {"position_ids": positions.expand(rows, -1)}
+        if self.pipeline is None:
+            outputs = [self.parts[0](padded, **given)]
+        else:
+            outputs = self.pipeline.forward([(padded, given)])
+        heartbeat.alive()
+        return outputs[0][:, :length].float() if outputs else None
 
     # -- shares of a batch ------------------------------------------------------------------
 

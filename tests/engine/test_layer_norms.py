@@ -12,7 +12,7 @@ from helpers.layout_table import NETWORKS
 from fourfold.engine import Engine
 from fourfold.metrics import read_jsonl
 from fourfold.metrics.prometheus import NewestNumbers
-from fourfold.metrics.sinks import scalars
+from fourfold.metrics.trackers import scalars
 from fourfold.model import ModelShape
 from fourfold.model.gpt_table import gpt_parameters
 from fourfold.trace import gradient_norms
