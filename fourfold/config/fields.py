@@ -10,7 +10,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -67,7 +67,7 @@ def section_type(field: FieldInfo) -> type[Section] | None:
     return kind if is_section(kind) else None
 
 
-def is_section(kind: Any) -> bool:
+def is_section(kind: Any) -> TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
