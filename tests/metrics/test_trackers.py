@@ -25,8 +25,12 @@ from fourfold.metrics.trackers import TRACKERS, TrackerSink, flat
 CONFIG = {"Engine": {"max_steps": 3, "eval_tasks": []}, "Global": {"api_key": "hush", "seed": 7}}
 TRAIN = {
     **dict.fromkeys(name for names in trackers.GROUPS.values() for name in names),
-    **{"kind": "train", "loss": 2.5, "learning_rate": 1e-3, "grad_norm": float("nan")},
-    **{"seconds": {"reader": 0.1}, "layer_norms": {"layers.0-5": 0.25}},
+    "kind": "train",
+    "loss": 2.5,
+    "learning_rate": 1e-3,
+    "grad_norm": float("nan"),
+    "seconds": {"reader": 0.1},
+    "layer_norms": {"layers.0-5": 0.25},
 }
 EVAL = {"kind": "eval", "loss": 2.25}
 TASK = {"kind": "task", "task": "words", "numbers": {"accuracy": 0.5}}
@@ -55,7 +59,7 @@ class Recorder:
 
     def _function(self, name: str, signature: str) -> Any:
         space: dict[str, Any] = {}
-        exec(f"def function({signature}): pass", space)  # noqa: S102  our own text
+        exec(f"def function({signature}): pass", space)
         form = inspect.signature(space["function"])
 
         def call(*given: Any, **named: Any) -> Any:
@@ -217,14 +221,14 @@ def test_a_tracker_that_hangs_is_left_behind(
 
 # -- the real packages ----------------------------------------------------------------------------
 
+# First steps, or those of a run that is resumed.
 _RUN = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "tests")
-from metrics.test_trackers import CONFIG, TrackerSink, steps
-name, place = sys.argv[1], Path(sys.argv[2])
-steps(TrackerSink(name, place, CONFIG), 1, 2)
-steps(TrackerSink(name, place, CONFIG, resume_step=2), 3)
+sys.path[:0] = ["tests", "tests/metrics"]
+from test_trackers import CONFIG, TrackerSink, steps
+name, place, resumed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+steps(TrackerSink(name, place, CONFIG, resumed), *((3,) if resumed else (1, 2)))
 """
 
 
@@ -238,12 +242,11 @@ def test_the_real_package_without_a_network(tmp_path: Path, name: str) -> None:
     """Started, ended, and continued in another process, all offline."""
     python, place = ENVIRONMENT / "bin" / "python", tmp_path / "run"
     place.mkdir()
-    for part in (
-        _RUN.rsplit("\n", 2)[0],
-        _RUN.replace("steps(TrackerSink(name, place, CONFIG), 1, 2)", ""),
-    ):
-        subprocess.run([python, "-c", part, name, place], cwd=ROOT, check=True, timeout=300,
-                       env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})  # fmt: skip
+    environment = {"HOME": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin"}
+    for resumed in ("0", "2"):
+        command = [python, "-c", _RUN, name, place, resumed]
+        own = environment | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300, env=own)
     run_id = (place / f"{name}_run_id.txt").read_text()
     READERS[name](place, run_id, python)
 
