@@ -2,10 +2,10 @@
 
 Two engines in one process train the same small GPT-2 on the same random tokens (by default 6
 layers, 512 wide, vocabulary 16384, 4 x 256 tokens: about half a second a step on two cores). One
-records nothing between its first step and its last. The other has the metrics port, asked every second for
-/metrics and /healthz, the spike detector, norms by layer, a record of every step, TensorBoard, and
-with `--trackers` those too. They take turns, in an order that changes from round to round; of each
-round the ratio is taken, and of all rounds the median.
+records nothing between its first step and its last. The other has the metrics port, asked every
+second for /metrics and /healthz, the spike detector, norms by layer, a record of every step,
+TensorBoard, and with `--trackers` those too. They take turns, in an order that changes from round
+to round; of each round the ratio is taken, and of all rounds the median.
 
     python benchmarks/metrics_overhead.py [--rounds 12] [--steps 5] [--threads 2]
         [--trackers mlflow] [--only KEY]
