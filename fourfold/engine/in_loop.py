@@ -19,6 +19,7 @@ import torch
 
 from fourfold.comm_timer import excluded
 from fourfold.config import Config
+from fourfold.errors import UserError
 from fourfold.metrics import Sinks
 from fourfold.metrics.sinks import TextSample
 from fourfold.parallel import Runner
@@ -84,13 +85,17 @@ def run_in_loop(run: Engine, due: DueInLoop, sinks: Sinks, stop: StopRequest) ->
     """
     if run.in_loop is None or not due:
         return False
-    with _random_states():
+    with _random_states(run.device):
         try:
             if due.samples:
                 start = time.perf_counter()
                 written = run.in_loop.samples(run.runner)
                 sinks.samples(written, step=run.step, seconds=time.perf_counter() - start)
             return due.tasks and _measure(run, sinks, stop)
+        except UserError as error:
+            # Such as logits that are not finite, on all ranks alike: nothing to end a run for.
+            sinks.notice(f"after step {run.step}: {error}", level="WARNING")
+            return False
         finally:
             run.runner.drop_gathered()
 
@@ -110,10 +115,10 @@ def _measure(run: Engine, sinks: Sinks, stop: StopRequest) -> bool:
 
 
 @contextmanager
-def _random_states() -> Iterator[None]:
+def _random_states(device: torch.device) -> Iterator[None]:
     """Other packages seed what they like."""
     plain, arrays, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:

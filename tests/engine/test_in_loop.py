@@ -133,6 +133,19 @@ def test_a_resumed_run_drops_what_came_after(run: TextRun) -> None:
     assert samples_of(run.directory / place) == before
 
 
+def test_texts_that_cannot_be_written_end_no_run(run: TextRun) -> None:
+    def train(rank: int) -> None:
+        engine = build(run, "not_finite", 1, tasks(run))
+        broken = UserError("the logits are not finite")
+        engine.in_loop.samples = lambda runner: (_ for _ in ()).throw(broken)  # type: ignore[union-attr,method-assign]
+        engine.fit()
+
+    on_ranks(1, train)
+    told = [one["text"] for one in records(run.directory / "not_finite", "notice")]
+    assert "after step 2: the logits are not finite" in told
+    assert told[-1] == "The training process is complete."
+
+
 # -- tasks ----------------------------------------------------------------------------------------
 
 
