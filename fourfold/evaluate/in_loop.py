@@ -27,7 +27,7 @@ from fourfold.engine.run_data import RunData
 from fourfold.errors import DataError, UserError
 from fourfold.evaluate.harness import Answers, model_class
 from fourfold.evaluate.measures import (
-    EncodedText,
+    TextToMeasure,
     check_window,
     cloze_requests,
     score_cloze,
@@ -239,7 +239,7 @@ class WeightsInLoop:
             return lambda runner: score_cloze(
                 RunnerScorer(runner, section.batch_size), requests
             ).numbers()
-        text = EncodedText.read(file, tokenizer, detokenize=section.detokenize)
+        text = TextToMeasure.read(file, tokenizer, detokenize=section.detokenize)
         if len(text.tokens) < 2:
             raise DataError(f"{file}: holds no two tokens, so nothing can be predicted")
         return lambda runner: text_numbers(

@@ -105,27 +105,27 @@ def _measure(config: Config, trained: Trained, scorer: Scorer) -> tuple[str, Num
         return "loss", _measure_prepared(config, trained, scorer)
     file = Path(section.eval_path)
     if not section.cloze_eval:
-        text = EncodedText.read(file, trained.tokenizer, detokenize=section.detokenize)
+        text = TextToMeasure.read(file, trained.tokenizer, detokenize=section.detokenize)
         return "perplexity", text_numbers(section, trained.tokenizer, scorer, text)
     return "cloze", measure_cloze(scorer, trained.tokenizer, file, section.max_seq_len).numbers()
 
 
 @dataclass(frozen=True)
-class EncodedText:
+class TextToMeasure:
     """A text to measure the perplexity of."""
 
     tokens: Sequence[int]
     words: int  # of the text as it is in the file
 
     @classmethod
-    def read(cls, file: Path, tokenizer: Tokenizer, *, detokenize: bool) -> EncodedText:
+    def read(cls, file: Path, tokenizer: Tokenizer, *, detokenize: bool) -> TextToMeasure:
         raw = read_text(file)
         text = detokenize_wikitext(raw) if detokenize else raw
         return cls(tokenizer.encode(text), count_words(raw))
 
 
 def text_numbers(
-    section: EvalSection, tokenizer: Tokenizer, scorer: Scorer, text: EncodedText
+    section: EvalSection, tokenizer: Tokenizer, scorer: Scorer, text: TextToMeasure
 ) -> Numbers:
     loss = measure_loss(
         scorer,
