@@ -354,6 +354,7 @@ class TrackerSink:
         self._records: queue.Queue[Mapping[str, Any] | None] = queue.Queue(self.MOST_WAITING)
         self._trouble: str | None = None
         self._is_over = False  # nothing more will be taken
+        self._is_told = False  # of the trouble there is, until something works again
         self._summary: dict[str, float] = {}
         opened = threading.Event()
         self._thread = threading.Thread(
@@ -384,7 +385,8 @@ class TrackerSink:
 
     def _complain(self) -> None:
         trouble, self._trouble = self._trouble, None
-        if trouble is not None:
+        if trouble is not None and not self._is_told:
+            self._is_told = True
             raise OSError(trouble)
 
     # -- in its thread ------------------------------------------------------------------------
@@ -405,6 +407,7 @@ class TrackerSink:
         while (record := self._records.get()) is not None:
             try:
                 tracker.log(record["step"], self._taken(record))
+                self._is_told = False
             except Exception as error:
                 self._trouble = _words(error)
         try:
