@@ -169,7 +169,9 @@ def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
     for name, found in times.items():
         shown = what if name == "everything" else name
         ratios = [one / base for one, base in zip(found, times["nothing"])]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        many = len(ratios) > 1
+        parts = statistics.quantiles(ratios, n=4, method="inclusive") if many else ratios * 3
+        low, middle, high = parts
         told = f"{statistics.median(found):.4f}"
         if name != "nothing":
             told += f"  {middle - 1:+.2%} (half of the rounds {low - 1:+.2%} to {high - 1:+.2%})"
