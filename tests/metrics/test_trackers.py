@@ -264,7 +264,8 @@ def read_mlflow(place: Path, run_id: str, python: Path) -> None:
 
 def read_aim(place: Path, run_id: str, python: Path) -> None:
     code = (
-        "import json, sys; from aim import Run; run = Run(sys.argv[2], repo=sys.argv[1], read_only=True); "
+        "import json, sys; from aim import Run; "
+        "run = Run(sys.argv[2], repo=sys.argv[1], read_only=True); "
         "found = {m.name: [m.values.sparse_list()[0], m.values.sparse_list()[1]] "
         "for m in run.metrics()}; print(json.dumps(found['train/loss'])); "
         "print(run['config']['Engine.max_steps'])"
