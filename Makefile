@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+TRACKERS := .venv-trackers
 SCHEDULERS := .venv-schedulers
 
-.PHONY: quickstart test test-all test-cluster equivalence check format wheel site docs-pictures setup setup-dev setup-peers setup-schedulers \
+.PHONY: quickstart test test-all test-cluster equivalence check format wheel site docs-pictures \
+	setup setup-dev setup-peers setup-schedulers setup-trackers \
 	setup-cluster clean
 
 quickstart: setup
@@ -14,7 +16,7 @@ quickstart: setup
 test: setup-dev
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not cluster"
 
-test-all: setup-dev setup-peers setup-schedulers
+test-all: setup-dev setup-peers setup-schedulers setup-trackers
 	$(BIN)/pytest -n 2 --dist worksteal
 
 # Several machines, made of namespaces, and a real SLURM on them: Linux and root, or they are skipped.
@@ -51,6 +53,7 @@ setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
 setup-peers: $(PEERS)/.ready
 setup-schedulers: $(SCHEDULERS)/.ready
+setup-trackers: $(TRACKERS)/.ready
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("Fourfold needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -77,6 +80,14 @@ $(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement constraints-peers.txt
+	touch $@
+
+# MLflow, Aim, SwanLab and Comet (tests/metrics/test_trackers.py), in the same way.
+$(TRACKERS)/.ready: constraints-trackers.txt $(VENV)/.ready-dev
+	$(BIN)/python -m venv --clear $(TRACKERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(TRACKERS)/bin/python -m pip install --quiet --no-deps --requirement constraints-trackers.txt
 	touch $@
 
 # Programs that no Python package brings. What cannot be installed is said, and its tests are skipped.

@@ -43,6 +43,7 @@ def quickstart(
     """Train a small GPT on the text that ships with Python, and let it write."""
     from fourfold.config import load_config
     from fourfold.engine import build_engine
+    from fourfold.evaluate.in_loop import WeightsInLoop
     from fourfold.generate.module import GenerationModule
 
     begin = time.monotonic()
@@ -55,7 +56,7 @@ def quickstart(
         settings += BFLOAT16
     resolved = load_config(config, [*settings, *(override or [])])
     make_data(directory, resolved.Model.vocab_size, max_mb)
-    engine = build_engine(resolved)
+    engine = build_engine(resolved, open_in_loop=WeightsInLoop)
     engine.fit()
     if engine.step < resolved.Engine.max_steps:
         print("Stopped before the end; the same command continues from here.")

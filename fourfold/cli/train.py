@@ -24,7 +24,9 @@ from fourfold.signals import answer_with_stacks
 if TYPE_CHECKING:
     from fourfold.config import Config
     from fourfold.convert import ForeignModel
+    from fourfold.engine.in_loop import InLoop
     from fourfold.engine.monitoring import Prediction
+    from fourfold.engine.run_data import RunData
     from fourfold.launch.rounds import Machines
     from fourfold.launch.scheduled import MachineStart
 
@@ -218,7 +220,9 @@ class TrainRun:
 
         seconds = config.Distributed.timeout_seconds
         with speaking_for(int(os.environ.get("RANK", "0")), world_size, seconds):
-            engine = build_engine(config, world_size, expected, partial(_open_foreign, config))
+            engine = build_engine(
+                config, world_size, expected, partial(_open_foreign, config), _open_in_loop
+            )
             stopped = engine.fit(save=save)
         return FinishedRun(self.stopped_code if stopped else 0, config, world_size)
 
@@ -264,7 +268,7 @@ def _fit_in_processes(
     console = SupervisorConsole(config.Engine.max_steps, nproc, saved_step)
     try:
         return supervise(
-            lambda: build_engine(config, nproc, expected, foreign).fit(save=save),
+            lambda: build_engine(config, nproc, expected, foreign, _open_in_loop).fit(save=save),
             nproc,
             output_dir / "logs",
             max_restarts=max_restarts,
@@ -287,6 +291,13 @@ def _open_foreign(config: Config, where: Path) -> ForeignModel:
     from fourfold.generate.loading import open_foreign
 
     return open_foreign(config, where)
+
+
+def _open_in_loop(config: Config, data: RunData) -> InLoop:
+    """What writes samples and measures tasks while the run goes on."""
+    from fourfold.evaluate.in_loop import WeightsInLoop
+
+    return WeightsInLoop(config, data)
 
 
 @contextmanager
@@ -369,7 +380,7 @@ def _train_on_machines(
     def plan(world_size: int) -> Callable[[], object]:
         config, expected = run.resolve(world_size)
         foreign = partial(_open_foreign, config)
-        return lambda: build_engine(config, world_size, expected, foreign).fit()
+        return lambda: build_engine(config, world_size, expected, foreign, _open_in_loop).fit()
 
     code = run_agent(
         machines,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections import Counter
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import field_validator
+from pydantic import StringConstraints, field_validator, model_validator
 
 from fourfold.config.fields import (
     LARGEST,
@@ -21,6 +22,7 @@ from fourfold.config.fields import (
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Level = Literal["O1", "O2"]
+Tracker = Literal["mlflow", "aim", "swanlab", "comet"]
 Interval = Annotated[int, Number, Ge(-1), Le(LARGEST)]
 
 
@@ -145,6 +147,56 @@ class SpikesSection(Section):
     )
 
 
+class SamplesSection(Section):
+    prompts: list[str] = key(
+        [],
+        "Texts that the run continues at each evaluation with the weights it has then, as the "
+        "Generation section says; to samples.jsonl in output_dir, the log and `fourfold watch`.",
+    )
+    number: CountOrZero = key(
+        0, "Beginnings of this many samples of the validation data, as prompts beside these."
+    )
+    prompt_tokens: Count = key(16, "Tokens of such a beginning.")
+    length: Count = key(
+        48,
+        "Most tokens that follow a prompt. Every one is a forward pass over the whole text, as in "
+        "an evaluation, so that it works on every layout and needs no memory of its own.",
+    )
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.prompts or self.number)
+
+
+class EvalTaskSection(Section):
+    name: Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,60}$")] = key(
+        ..., "What its results are called: letters, digits, `_`, `.` and `-`."
+    )
+    kind: Literal["cloze", "perplexity", "lm_eval"] = key(
+        ...,
+        "cloze is the accuracy of the last word of each text, perplexity that of a text, both as "
+        "`fourfold evaluate` measures them; lm_eval is a task of that package.",
+    )
+    path: str | None = key(
+        None,
+        "The file: text for perplexity, JSON lines with `text` for cloze. For lm_eval a directory "
+        "with the YAML of the task, beside those that the package has.",
+    )
+    task: str | None = key(None, "For lm_eval: the task's name there. Null is name.")
+    limit: Count | None = key(None, "For lm_eval: examples at most. Null is all.")
+
+    @model_validator(mode="after")
+    def _keys_of_kind(self) -> Self:
+        if self.kind != "lm_eval" and self.path is None:
+            raise ValueError(f"the task {self.name} has no file; give its path")
+        if self.kind != "lm_eval" and (self.task is not None or self.limit is not None):
+            raise ValueError(
+                f"the task {self.name} is of kind {self.kind}, and task and limit are for lm_eval "
+                "only; leave them out"
+            )
+        return self
+
+
 class EngineSection(Section):
     max_steps: Count = key(
         500000,
@@ -172,6 +224,16 @@ class EngineSection(Section):
     )
     eval_freq: CountOrZero = key(500, "Evaluate every this many steps; 0 never.")
     eval_iters: Count = key(10, "Batches per evaluation.")
+    samples: SamplesSection = section(SamplesSection, "Texts that the run writes as it learns.")
+    eval_tasks: list[EvalTaskSection] = key(
+        [],
+        "What else is measured as the run goes on, each a mapping such as {name: lambada, kind: "
+        "cloze, path: lambada.jsonl}; batch_size, max_seq_len, overlapping_eval and detokenize are "
+        "those of Eval. The results are those of `fourfold evaluate` on a checkpoint of the step.",
+    )
+    eval_tasks_freq: CountOrZero = derived(
+        "Measure eval_tasks every this many steps. Null is eval_freq."
+    )
     test_iters: CountOrZero = derived(
         "Batches of the test split at the end of the run; 0 for no test. Null is 10 * eval_iters."
     )
@@ -209,11 +271,22 @@ class EngineSection(Section):
         "versions and data, and name what is slow or differs: short in a second or two, full with "
         "every pair of machines and the links of GPUs, none not at all.",
     )
+    layer_norms: bool = key(
+        False,
+        "With each record of a step, the norm of the gradient by group of layers: embeddings, each "
+        "layer (at most 16 groups of neighbours), the last norm, the head.",
+    )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     tensorboard_dir: str | None = key(
         None, "Where the TensorBoard event files go. Null is tensorboard in output_dir."
     )
     wandb: bool = key(False, "Log to Weights & Biases as well; needs the wandb package.")
+    trackers: list[Tracker] = key(
+        [],
+        "Other experiment trackers to log to, by the name of their packages, which must be "
+        "installed: mlflow, aim, swanlab, comet. Each keeps its files in output_dir unless its own "
+        "environment variables name a server. One that fails is named once and stops no run.",
+    )
     metrics_port: Annotated[CountOrZero, Le(65535)] | None = key(
         None,
         "Serve /metrics (Prometheus) and /healthz on this port while the run lasts; 0 is a free "
@@ -228,3 +301,11 @@ class EngineSection(Section):
     save_load: SaveLoadSection = section(
         SaveLoadSection, "Checkpoints: when, where, and what to start from."
     )
+
+    @field_validator("eval_tasks", "trackers")
+    @classmethod
+    def _each_once(cls, value: list[Any]) -> list[Any]:
+        names = Counter(getattr(one, "name", one) for one in value)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"{twice[0]} is there twice; leave one out, or name it differently")
+        return value

@@ -10,7 +10,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -64,7 +64,11 @@ def section(kind: type[Section], description: str) -> Any:
 def section_type(field: FieldInfo) -> type[Section] | None:
     """The `Section` class of a field that is a section, else None."""
     kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+    return kind if is_section(kind) else None
+
+
+def is_section(kind: Any) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def leaves(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -96,11 +100,21 @@ def _words(kind: Any, metadata: list[Any]) -> str:
     if origin in (Union, types.UnionType):
         *options, last = [_words(option, metadata) for option in get_args(kind)]
         return ", ".join(options) + f" or {last}"
+    if origin is list and is_section(get_args(kind)[0]):
+        return "a list of mappings with " + ", ".join(_keys_of_item(get_args(kind)[0]))
+    if origin is list and get_origin(get_args(kind)[0]) is Literal:
+        return "a list of " + ", ".join(get_args(get_args(kind)[0]))
     if origin is list:
         return "a list of " + _words(get_args(kind)[0], []).split(" ", 1)[1] + "s"
     if kind is type(None):
         return "null"
     return _SIMPLE[kind] + (_bounds(metadata) if kind in (int, float) else "")
+
+
+def _keys_of_item(kind: type[Section]) -> Iterator[str]:
+    for name, field in kind.model_fields.items():
+        is_choice = get_origin(field.annotation) is Literal
+        yield f"{name} ({allowed_text(field)})" if is_choice else name
 
 
 def _bounds(metadata: list[Any]) -> str:
@@ -171,6 +185,10 @@ def format_value(value: Any) -> str:
 
 
 def _format_item(item: Any) -> str:
+    if isinstance(item, dict):
+        return "{" + ", ".join(f"{k}: {_format_item(v)}" for k, v in item.items()) + "}"
+    if item is None:
+        return "null"
     return _quoted(item) if isinstance(item, str) else format_value(item)
 
 

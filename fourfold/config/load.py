@@ -118,7 +118,7 @@ def validate(tree: Tree, report: Report) -> tuple[Config, set[str]]:
                 reported.add(path)
                 entry = find(tree, path)
                 assert entry is not None
-                if details["type"] == "extra_forbidden":
+                if details["type"] == "extra_forbidden" and field is None:
                     reported.update(_report_unknown(path, entry, report))
                 else:
                     report.problem(entry.source, _type_problem(path, field, entry, details))

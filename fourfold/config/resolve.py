@@ -243,6 +243,16 @@ def _resolve_engine(config: Config, findings: ConfigFindings) -> None:
     engine = config.Engine
     if engine.test_iters is None:
         engine.test_iters = 10 * engine.eval_iters
+    if engine.eval_tasks_freq is None:
+        engine.eval_tasks_freq = engine.eval_freq
+    never = {"Engine.eval_freq": engine.eval_freq, "Engine.eval_tasks_freq": engine.eval_tasks_freq}
+    for key, frequency in zip(("Engine.samples", "Engine.eval_tasks"), never):
+        wanted = engine.eval_tasks if "tasks" in key else engine.samples.wanted
+        if wanted and not never[frequency]:
+            findings.problem(
+                [f"{key} would never be used: ", config.setting(frequency),
+                 "; choose after how many steps"]
+            )  # fmt: skip
     if engine.train_samples is not None:
         _resolve_length(config, findings)
     engine.save_load.save_steps = max(0, engine.save_load.save_steps)

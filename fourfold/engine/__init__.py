@@ -20,6 +20,7 @@ from fourfold import heartbeat, storage
 from fourfold.config import Config
 from fourfold.device import select_device, set_numerics
 from fourfold.engine.agreement import check_agreement, compare_hardware, facts_of
+from fourfold.engine.in_loop import OpenInLoop, wanted_in_loop
 from fourfold.engine.lock import Claim, claim
 from fourfold.engine.loop import Engine
 from fourfold.engine.monitoring import Prediction
@@ -37,11 +38,13 @@ def build_engine(
     world_size: int = 1,
     prediction: Prediction | None = None,
     open_foreign: OpenForeign | None = None,
+    open_in_loop: OpenInLoop | None = None,
 ) -> Engine:
     """The run that `config` describes, on this rank of `world_size`.
 
     `prediction` is what a plan predicted for this run; it is compared with what happens.
-    `open_foreign` opens what `ckpt_dir` names where that is another program's checkpoint.
+    `open_foreign` opens what `ckpt_dir` names where that is another program's checkpoint,
+    `open_in_loop` what writes samples and measures tasks at evaluations, where any are wanted.
     """
     heartbeat.beat(0, "start")
     layout = layout_of(config)
@@ -62,9 +65,12 @@ def build_engine(
     claimed = mesh.on_all_ranks(lambda: _claim(config, mesh))
     if open_foreign is not None:
         mesh.on_all_ranks(lambda: check_foreign(config, open_foreign))
+    in_loop = None
+    if open_in_loop is not None and wanted_in_loop(config):
+        in_loop = mesh.on_all_ranks(lambda: open_in_loop(config, data))
     runner = parallelize(config, mesh, device)
     optimizer = build_optimizer(config, runner)
-    return Engine(config, data, runner, optimizer, claimed, prediction, open_foreign)
+    return Engine(config, data, runner, optimizer, claimed, prediction, open_foreign, in_loop)
 
 
 def _record_flights(output_dir: Path) -> None:

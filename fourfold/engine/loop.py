@@ -18,6 +18,7 @@ from fourfold.data import Batch
 from fourfold.engine import resuming, saving
 from fourfold.engine.banner import describe
 from fourfold.engine.findings import PreflightFinding
+from fourfold.engine.in_loop import InLoop, due_in_loop, run_in_loop, wanted_in_loop
 from fourfold.engine.lock import Claim
 from fourfold.engine.memory_copies import MemoryCopies, remove_copies
 from fourfold.engine.monitoring import Monitoring, Prediction
@@ -51,6 +52,7 @@ class Engine:
         claim: Claim | None = None,
         prediction: Prediction | None = None,
         open_foreign: resuming.OpenForeign | None = None,
+        in_loop: InLoop | None = None,
     ) -> None:
         """From the parts `build_engine` made; nothing is opened, built or connected here."""
         self.config = config
@@ -60,6 +62,7 @@ class Engine:
         self.claim = claim
         self.prediction = prediction
         self.open_foreign = open_foreign
+        self.in_loop = in_loop
         self.mesh, self.device = runner.mesh, runner.device
         self.layout = runner.mesh.layout
         self.ranks = RankGroup.of(runner.mesh, config.Distributed.timeout_seconds)
@@ -83,7 +86,7 @@ class Engine:
         watched = config.Engine.spikes.action != "none"
         self.spikes = Spikes(self, config.Engine.spikes) if watched else None
         self.copies: MemoryCopies | None = None
-        self.notices = [*config.notices, *data.notices]
+        self.notices = [*config.notices, *data.notices, *(in_loop.notices if in_loop else ())]
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -112,6 +115,8 @@ class Engine:
                 self.notices += self.copies.check_room()
                 self.copies.begin(self.copies.origin)
             found = self._preflight()
+            if self.in_loop is None and wanted_in_loop(self.config):
+                self.notices.append("Engine.samples and Engine.eval_tasks have no effect here")
             watch = self._open_instruments(closing)
             for finding in found:
                 watch.sinks.notice(f"preflight: {finding.text}", level="WARNING")
@@ -213,10 +218,12 @@ class Engine:
                 batch = self.data.loaders["train"].batch(self.step)
             self.step += 1
             last, evaluates, saves, checks = self._due_now(save)
+            looks = due_in_loop(self, self.step)
             outcomes, stopping, requested = self._train_step(batch, meter, sinks, stop)
             saves = saves or (save and requested)
             copies = self.copies is not None and _due(self.step, self.copies.every)
-            if last or evaluates or saves or copies or checks or stopping or self.guard.gave_up:
+            stands_still = last or evaluates or bool(looks) or saves or copies or checks
+            if stands_still or stopping or self.guard.gave_up:
                 # What follows speaks of this very step.
                 rest, asked, _ = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
@@ -235,6 +242,9 @@ class Engine:
             if evaluates and not stopping:
                 with meter.timed("evaluate", self.step):
                     stopping = self.evaluate(sinks, "eval", engine.eval_iters, stop)
+            if looks and not stopping:
+                with meter.timed("evaluate", self.step):
+                    stopping = run_in_loop(self, looks, sinks, stop)
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
             if self.copies is not None and copies and not (stopping or saving.is_saved(self)):
@@ -302,7 +312,8 @@ class Engine:
                 self.save_request.committed()
             rate = self.schedule.lr_at(self.step)
             asked = Asked(stop.reason() is not None, self.save_request.asked())
-            self.updates.apply(self.step, share, rate, scale, asked, limits)
+            by_layer = self.config.Engine.layer_norms and meter.is_logged(self.step)
+            self.updates.apply(self.step, share, rate, scale, asked, limits, by_layer=by_layer)
             return self._settle(sinks)
 
     def _settle(
@@ -429,6 +440,7 @@ class Engine:
             grad_norm=result.norm,
             loss_scale=self.loss_scale.value if self.loss_scale else None,
             skipped=self.guard.skipped,
+            layer_norms=result.layer_norms,
         )
 
     def epoch(self, step: int) -> int:

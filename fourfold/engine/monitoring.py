@@ -88,6 +88,7 @@ class Monitoring:
                 tensorboard=config.Engine.tensorboard,
                 tensorboard_dir=config.Engine.tensorboard_dir,
                 wandb=config.Engine.wandb,
+                trackers=config.Engine.trackers,
                 config=config.to_dict(),
                 style=self.style,
                 resume_step=done_steps,

@@ -20,14 +20,18 @@ from fourfold import storage
 from fourfold.checkpoint.directory import COMMITTED
 from fourfold.metrics import Sinks
 from fourfold.metrics.jsonl import FILE_NAME
-from fourfold.metrics.sinks import WeightsAndBiases
+from fourfold.metrics.sinks import SAMPLES_NAME
+from fourfold.metrics.trackers import TRACKERS, WeightsAndBiases, id_file
 from fourfold.signals import SAVE_FILE, STOP_FILE
 
 LOOK_SECONDS = 10.0
 # A wait for an upload that is worth a word.
 TOLD_WAIT_SECONDS = 1.0
 # Written once and not added to.
-KEPT_FILES = ("tokenizer.json", WeightsAndBiases.ID_FILE)
+KEPT_FILES = (
+    *("tokenizer.json", SAMPLES_NAME, WeightsAndBiases.ID_FILE),
+    *(id_file(name) for name in TRACKERS),
+)
 # Read into memory to be uploaded: a log grows meanwhile.
 MOST_BYTES = 256 << 20
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -46,6 +46,14 @@ class SpikeLimits:
 
 Look = Callable[["StepResult"], None]
 
+# Numbers of a step's result that are always sent, and groups that layers are joined to at most.
+RESULTS, MOST_LAYER_GROUPS = 6, 16
+
+
+def by_group(groups: Mapping[str, str], norms: Sequence[float]) -> dict[str, float]:
+    """The norms of groups of layers by name; `groups` has that of every parameter."""
+    return dict(zip(dict.fromkeys(groups.values()), norms, strict=True))
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -58,6 +66,7 @@ class StepResult:
     stops: bool  # whether any rank was asked to stop
     saves: bool = False  # whether any was asked to save
     held_back: bool = False  # whether its update was, for a spike
+    layer_norms: dict[str, float] | None = None  # of the gradient, where they were asked for
 
     @property
     def finite(self) -> bool:
@@ -84,11 +93,13 @@ class Updates(Protocol):
         scale: float | Tensor,
         asked: Asked,
         limits: SpikeLimits | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         """Update the weights with the gradients of `step`, and clear these.
 
         `share` is this rank's of the loss; `asked`, what it was asked for. Beyond `limits` there is
-        no update.
+        no update. `by_layer` asks for the norms of groups of layers too.
         """
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
@@ -108,6 +119,7 @@ class HostUpdates:
     def __init__(self, runner: Runner, optimizer: Optimizer) -> None:
         self.runner = runner
         self.optimizer = optimizer
+        self.groups = runner.table.layer_groups(MOST_LAYER_GROUPS)
         self.known: list[StepResult] = []
         self.before_update: Look | None = None
 
@@ -122,13 +134,15 @@ class HostUpdates:
         scale: float | Tensor,
         asked: Asked,
         limits: SpikeLimits | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         scale = float(scale)
-        squares = float(self.runner.squared_norm())
+        squares, layer_norms = self._squares(by_layer, scale)
         loss, squares, stops, saves = self.runner.mesh.all_reduce(float(share), squares, *asked)
         norm = math.sqrt(squares) / scale
         held_back = limits is not None and limits.exceeded_by(loss, norm)
-        result = StepResult(step, loss, norm, scale, stops > 0, saves > 0, held_back)
+        result = StepResult(step, loss, norm, scale, stops > 0, saves > 0, held_back, layer_norms)
         if self.before_update is not None:
             self.before_update(result)
         if result.applied:
@@ -136,6 +150,16 @@ class HostUpdates:
             self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
         self.known.append(result)
+
+    def _squares(self, by_layer: bool, scale: float) -> tuple[float, dict[str, float] | None]:
+        """This rank's share of the squared norm, and the norms of all ranks by group."""
+        if not by_layer:
+            return float(self.runner.squared_norm()), None
+        squares, shares = self.runner.squared_norms(self.groups)
+        # A message of its own: in a longer one the other numbers might be added in another order.
+        summed = self.runner.mesh.all_reduce(*shares.tolist())
+        norms = [math.sqrt(one) / scale for one in summed]
+        return float(squares), by_group(self.groups, norms)
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
         known, self.known = self.known, []
@@ -151,8 +175,10 @@ class DeviceUpdates:
         self.loss_scale: DeviceLossScale | None = None
         self.unread: deque[Unread] = deque()
         self.before_update: Look | None = None  # nothing is known here then
+        self.groups = runner.table.layer_groups(MOST_LAYER_GROUPS)
         # Two are under way at most; the copy to pinned memory does not make the host wait.
-        self.messages = [torch.empty(6, dtype=torch.float64, pin_memory=True) for _ in range(2)]
+        size = RESULTS + len(set(self.groups.values()))
+        self.messages = [torch.empty(size, dtype=torch.float64, pin_memory=True) for _ in range(2)]
 
     def scale_of(self, loss_scale: LossScale | None) -> float | Tensor:
         if loss_scale is None:
@@ -171,11 +197,20 @@ class DeviceUpdates:
         scale: float | Tensor,
         asked: Asked,
         limits: SpikeLimits | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         # Filled, not copied: a copy from the host would be waited for.
         requests = [share.new_full((), float(one), dtype=torch.float64) for one in asked]
-        agreed = torch.stack([share.double(), self.runner.squared_norm(), *requests])
+        squares, shares = (
+            self.runner.squared_norms(self.groups)
+            if by_layer
+            else (self.runner.squared_norm(), None)
+        )
+        agreed = torch.stack([share.double(), squares, *requests])
         self.runner.mesh.all_reduce_(agreed)
+        if shares is not None:
+            self.runner.mesh.all_reduce_(shares)  # see HostUpdates
         loss, squares, stops, saves = agreed.unbind()
         norm = squares.sqrt() / scale
         overflowed = ~(loss.isfinite() & norm.isfinite())
@@ -188,15 +223,16 @@ class DeviceUpdates:
         self.runner.sync_weights_from_masters()
         self.optimizer.zero_grad()
         used = scale if isinstance(scale, Tensor) else torch.full_like(loss, scale)
-        self._send(step, torch.stack([loss, norm, used, stops, saves, held_back.double()]))
+        result = torch.stack([loss, norm, used, stops, saves, held_back.double()])
+        self._send(step, result if shares is None else torch.cat([result, shares.sqrt() / scale]))
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
 
     def _send(self, step: int, result: Tensor) -> None:
-        message = self.messages[step % 2].copy_(result, non_blocking=True)
+        message = self.messages[step % 2][: len(result)].copy_(result, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self.unread.append(Unread(step, message, arrived))
+        self.unread.append(Unread(step, message, arrived, self.groups))
 
     def results(self, *, of_all: bool = False) -> list[StepResult]:
         known = []
@@ -213,10 +249,15 @@ class Unread:
     """The result of a step on its way to the host."""
 
     step: int
-    message: Tensor  # loss, norm, loss scale, requests to stop and to save, whether held back
+    # Loss, norm, loss scale, requests to stop and to save, whether held back; norms by group.
+    message: Tensor
     arrived: torch.cuda.Event
+    groups: Mapping[str, str]
 
     def read(self) -> StepResult:
         self.arrived.synchronize()
-        loss, norm, scale, stops, saves, held_back = self.message.tolist()
-        return StepResult(self.step, loss, norm, scale, stops > 0, saves > 0, held_back > 0)
+        loss, norm, scale, stops, saves, held_back, *norms = self.message.tolist()
+        layer_norms = by_group(self.groups, norms) if norms else None
+        return StepResult(
+            self.step, loss, norm, scale, stops > 0, saves > 0, held_back > 0, layer_norms
+        )

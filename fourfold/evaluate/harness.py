@@ -22,7 +22,7 @@ from typing import Any
 from fourfold.config import Config, load_config
 from fourfold.errors import UserError, report
 from fourfold.evaluate.scoring import Scorer, ScoreRequest
-from fourfold.generate import Decoder, Options, complete
+from fourfold.generate import Decoder, Options, SequenceModel, complete
 from fourfold.generate.loading import load_trained
 from fourfold.tokenizer import Tokenizer
 
@@ -34,12 +34,23 @@ NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_to
 class Answers:
     """The three questions the harness asks, for plain strings."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        decoder: SequenceModel,
+        tokenizer: Tokenizer,
+        batch_size: int,
+        seed: int,
+        scorer: Scorer | None = None,
+    ) -> None:
+        """A `scorer` is needed for a network that is no `Decoder`."""
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._begin = list(tokenizer.begin_ids) or [tokenizer.eos_id]
         self._batch_size = batch_size
-        self._scorer = Scorer(decoder, batch_size)
+        if scorer is None:
+            assert isinstance(decoder, Decoder)
+            scorer = Scorer(decoder, batch_size)
+        self._scorer = scorer
         self._seed = seed
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
@@ -143,10 +154,10 @@ def answers_of(config: Config) -> Answers:
 
 def harness_model(config: Config) -> Any:
     """An `lm_eval.api.model.LM` for the checkpoint of a configuration."""
-    return _model_class()(config)
+    return model_class()(config)
 
 
-def _model_class() -> Any:
+def model_class() -> Any:
     try:
         from lm_eval.api.model import LM
     except ImportError:
@@ -157,13 +168,14 @@ def _model_class() -> Any:
     class FourfoldLM(LM):  # type: ignore[misc]
         """Requests in, answers in the same order out; `args` of a request are its strings."""
 
-        def __init__(self, config: Config | str, **options: Any) -> None:
+        def __init__(self, config: Config | Answers | str, **options: Any) -> None:
             """`options` are those of the harness's command: its own, and --model_args, of which
-            those with a dot are configuration keys."""
+            those with a dot are configuration keys. Answers are those of a model that is loaded
+            already."""
             super().__init__()
             if isinstance(config, str):
                 config = load_config(config, _overrides(options))
-            self._answers = answers_of(config)
+            self._answers = config if isinstance(config, Answers) else answers_of(config)
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return self._answers.loglikelihood([request.args for request in requests])
@@ -209,7 +221,7 @@ def _device(asked: str) -> str:
 def main() -> None:
     """The harness's own command, which then knows `--model fourfold`."""
     try:
-        model = _model_class()
+        model = model_class()
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import register_model
 

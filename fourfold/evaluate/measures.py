@@ -7,12 +7,13 @@ measure_cloze(...)    how often the model predicts the last word of a text
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config
+from fourfold.config.schema import EvalSection
 from fourfold.errors import DataError, UserError
 from fourfold.evaluate.perplexity import count_words, detokenize_wikitext, measure_loss, read_part
 from fourfold.evaluate.scoring import Scorer, ScoreRequest
@@ -65,11 +66,7 @@ def evaluate(config: Config, on_notice: Notice = print) -> Result:
         config, on_notice, section.ckpt_dir, needs_text=section.eval_path is not None
     )
     decoder = Decoder(trained.model, config.Inference.weights)
-    if section.max_seq_len > decoder.max_positions:
-        raise UserError(
-            f"Eval.max_seq_len={section.max_seq_len} is longer than the model's "
-            f"{decoder.max_positions} positions; choose at most {decoder.max_positions}"
-        )
+    check_window(section, decoder.max_positions)
     scorer = Scorer(decoder, section.batch_size, _progress(section.logging_freq, on_notice))
     measure, numbers = _measure(config, trained, scorer)
     return Result(
@@ -79,6 +76,14 @@ def evaluate(config: Config, on_notice: Notice = print) -> Result:
         config.Inference.weights,
         numbers,
     )
+
+
+def check_window(section: EvalSection, positions: int) -> None:
+    if section.max_seq_len > positions:
+        raise UserError(
+            f"Eval.max_seq_len={section.max_seq_len} is longer than the model's "
+            f"{positions} positions; choose at most {positions}"
+        )
 
 
 def _without_effect(section: Any) -> list[str]:
@@ -98,31 +103,38 @@ def _measure(config: Config, trained: Trained, scorer: Scorer) -> tuple[str, Num
     section = config.Eval
     if section.eval_path is None:
         return "loss", _measure_prepared(config, trained, scorer)
+    file = Path(section.eval_path)
     if not section.cloze_eval:
-        return "perplexity", _measure_text(config, trained.tokenizer, scorer)
-    cloze = measure_cloze(scorer, trained.tokenizer, Path(section.eval_path), section.max_seq_len)
-    return "cloze", {
-        "correct": cloze.correct,
-        "examples": cloze.examples,
-        "accuracy": cloze.accuracy,
-        "word_perplexity": perplexity(-cloze.logprob / cloze.examples),
-    }
+        text = TextToMeasure.read(file, trained.tokenizer, detokenize=section.detokenize)
+        return "perplexity", text_numbers(section, trained.tokenizer, scorer, text)
+    return "cloze", measure_cloze(scorer, trained.tokenizer, file, section.max_seq_len).numbers()
 
 
-def _measure_text(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> Numbers:
-    section = config.Eval
-    raw = read_text(Path(section.eval_path or ""))
-    text = detokenize_wikitext(raw) if section.detokenize else raw
-    tokens = tokenizer.encode(text)
+@dataclass(frozen=True)
+class TextToMeasure:
+    """A text to measure the perplexity of."""
+
+    tokens: Sequence[int]
+    words: int  # of the text as it is in the file
+
+    @classmethod
+    def read(cls, file: Path, tokenizer: Tokenizer, *, detokenize: bool) -> TextToMeasure:
+        raw = read_text(file)
+        text = detokenize_wikitext(raw) if detokenize else raw
+        return cls(tokenizer.encode(text), count_words(raw))
+
+
+def text_numbers(
+    section: EvalSection, tokenizer: Tokenizer, scorer: Scorer, text: TextToMeasure
+) -> Numbers:
     loss = measure_loss(
         scorer,
-        [tokens],
+        [text.tokens],
         section.max_seq_len,
         section.overlapping_eval,
         token_bytes=tokenizer.token_bytes,
     )
-    words = count_words(raw)
-    ratio = loss.tokens / max(words - 1, 1)
+    ratio = loss.tokens / max(text.words - 1, 1)
     return {
         "loss": loss.mean,
         "perplexity": perplexity(loss.mean),
@@ -130,7 +142,7 @@ def _measure_text(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> Numbe
         "token_ratio": ratio,
         "bits_per_byte": loss.bits_per_byte,
         "tokens": loss.tokens,
-        "words": words,
+        "words": text.words,
     }
 
 
@@ -158,7 +170,7 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror}; set Eval.eval_path to a file") from None
+        raise DataError(f"{file}: {error.strerror}; name a file that can be read") from None
 
 
 def _progress(every: int, on_notice: Notice) -> Callable[[int], None]:
@@ -188,19 +200,35 @@ class Cloze:
     def accuracy(self) -> float:
         return self.correct / self.examples
 
+    def numbers(self) -> Numbers:
+        return {
+            "correct": self.correct,
+            "examples": self.examples,
+            "accuracy": self.accuracy,
+            "word_perplexity": perplexity(-self.logprob / self.examples),
+        }
+
 
 def measure_cloze(scorer: Scorer, tokenizer: Tokenizer, file: Path, seq_len: int) -> Cloze:
     """Over the JSON lines of `file`, each with a `text`."""
-    requests = (cloze_request(tokenizer, text, seq_len) for text in read_texts(file))
+    cloze = score_cloze(scorer, cloze_requests(tokenizer, file, seq_len))
+    if not cloze.examples:
+        raise DataError(f"{file}: holds no text; give each example a line of JSON")
+    return cloze
+
+
+def score_cloze(scorer: Scorer, requests: Iterable[ScoreRequest]) -> Cloze:
     correct = examples = 0
     logprob = 0.0
     for score in scorer.score(requests):
         correct += bool(score.is_best.all())
         examples += 1
         logprob += score.total
-    if not examples:
-        raise DataError(f"{file}: holds no text; give each example a line of JSON")
     return Cloze(correct, examples, logprob)
+
+
+def cloze_requests(tokenizer: Tokenizer, file: Path, seq_len: int) -> Iterator[ScoreRequest]:
+    return (cloze_request(tokenizer, text, seq_len) for text in read_texts(file))
 
 
 def cloze_request(tokenizer: Tokenizer, text: str, seq_len: int) -> ScoreRequest:
@@ -221,7 +249,7 @@ def read_texts(file: Path) -> Iterator[str]:
                 if line.strip():
                     yield _text_of(line, f"{file}:{number}")
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror}; set Eval.eval_path to a file") from None
+        raise DataError(f"{file}: {error.strerror}; name a file that can be read") from None
 
 
 def _text_of(line: bytes, place: str) -> str:

@@ -81,28 +81,24 @@ class Scorer:
         while taken := list(islice(remaining, self._batch_size * BATCHES_AT_ONCE)):
             # The longest first, so that a batch too large for the memory shows at once.
             order = sorted(range(len(taken)), key=lambda index: -len(taken[index].tokens))
-            scores: dict[int, Score] = {}
-            for start in range(0, len(order), self._batch_size):
-                indices = order[start : start + self._batch_size]
-                batch = [taken[index] for index in indices]
-                scores.update(zip(indices, self._score_batch(batch)))
+            starts = range(0, len(order), self._batch_size)
+            given = [[taken[i] for i in order[s : s + self._batch_size]] for s in starts]
+            scored: list[Score] = []
+            for of_batch in self._score_batches(given):
+                scored += of_batch
                 batches += 1
                 if self._on_batch is not None:
                     self._on_batch(batches)
+            scores = dict(zip(order, scored, strict=True))
             yield from (scores[index] for index in range(len(taken)))
+
+    def _score_batches(self, batches: list[list[ScoreRequest]]) -> Iterator[list[Score]]:
+        return map(self._score_batch, batches)
 
     @torch.inference_mode()
     def _score_batch(self, batch: list[ScoreRequest]) -> list[Score]:
         decoder = self._decoder
-        lengths = [len(request.tokens) - 1 for request in batch]
-        width = max(lengths)
-        assert width < self.max_tokens, (width, self.max_tokens)
-        padded = torch.zeros(len(batch), width + 1, dtype=torch.int64)
-        scored = torch.zeros(len(batch), width, dtype=torch.bool)
-        for row, (request, length) in enumerate(zip(batch, lengths)):
-            padded[row, : length + 1] = torch.as_tensor(request.tokens)
-            scored[row, length - request.scored : length] = True
-        padded, scored = padded.to(decoder.device), scored.to(decoder.device)
+        padded, scored = (one.to(decoder.device) for one in padded_batch(batch, self.max_tokens))
         x = decoder.model.hidden(padded[:, :-1], None, None, 0)  # (B, T, D)
         columns = self._compare(x[scored], padded[:, 1:][scored])
         counts = [request.scored for request in batch]
@@ -126,3 +122,16 @@ class Scorer:
             top_ids,
             top - normalizer.unsqueeze(1),
         )
+
+
+def padded_batch(batch: Sequence[ScoreRequest], max_tokens: int) -> tuple[Tensor, Tensor]:
+    """The tokens of requests (B, T + 1), and which of the T after the first are scored."""
+    lengths = [len(request.tokens) - 1 for request in batch]
+    width = max(lengths)
+    assert width < max_tokens, (width, max_tokens)
+    padded = torch.zeros(len(batch), width + 1, dtype=torch.int64)
+    scored = torch.zeros(len(batch), width, dtype=torch.bool)
+    for row, (request, length) in enumerate(zip(batch, lengths)):
+        padded[row, : length + 1] = torch.as_tensor(request.tokens)
+        scored[row, length - request.scored : length] = True
+    return padded, scored

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fourfold.metrics.jsonl import RUN
+
+if TYPE_CHECKING:
+    from fourfold.metrics.sinks import TextSample
 
 COLOURS = {"INFO": "32", "WARNING": "33", "ERROR": "31"}
 STAMPS = ("kind", "time", "event")
@@ -40,12 +43,14 @@ class FleetXLines:
 
     def lines(self, record: Mapping[str, Any], colour: bool) -> list[str]:
         kind, level = record["kind"], record.get("level", "INFO")
-        if kind == RUN:
+        if kind in (RUN, "samples"):
             return []
         if kind == "train":
             message = train_message(record)
         elif kind in ("eval", "test"):
             message = evaluation_message(record)
+        elif kind == "task":
+            message = task_message(record)
         elif kind == "event":
             message = event_message(record)
         else:
@@ -75,6 +80,24 @@ def evaluation_message(record: Mapping[str, Any]) -> str:
     return (line + (", ema loss: {ema_loss:.9f}" if "ema_loss" in record else "")).format_map(
         record
     )
+
+
+def task_message(record: Mapping[str, Any]) -> str:
+    """The text of the line of a task."""
+    numbers = [
+        f"{name}: {value:.6f}" if isinstance(value, float) else f"{name}: {value}"
+        for name, value in record["numbers"].items()
+    ]
+    place = f"[task] step: {record['step']}, {record['task']}"
+    return escape(", ".join([place, *numbers, f"{record['seconds']:.2f} sec"]))
+
+
+def sample_lines(
+    step: int, samples: Sequence[TextSample], when: str, colour: bool = False
+) -> list[str]:
+    """A line for each text that the run wrote."""
+    texts = [f"[sample] step: {step}, {one.prompt!r} -> {one.text!r}" for one in samples]
+    return [log_line(escape(text), when, colour=colour) for text in texts]
 
 
 def event_message(record: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ class StepOutcome:
     grad_norm: float | None = None
     loss_scale: float | None = None
     skipped: int = 0  # updates skipped so far
+    layer_norms: dict[str, float] | None = None  # of the gradient, by group of layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +122,15 @@ class Meter:
             self._in_phase = False
             self._phase_seconds[phase] += self._clock() - start
 
+    def is_logged(self, step: int) -> bool:
+        """Whether a window ends with this step."""
+        return step % self.logging_freq == 0
+
     def end_step(self, outcome: StepOutcome) -> Step | None:
         """The record of the window that ends here, or None when the step is not to be logged."""
         step = outcome.step
         self._window_steps += 1
-        if step % self.logging_freq != 0:
+        if not self.is_logged(step):
             return None
         steps = self._window_steps
         seconds, batch_seconds = self._close_window()

@@ -54,6 +54,7 @@ class NewestNumbers(Collector):
         self._loss: float | None = None
         self._train: Mapping[str, Any] = {}
         self._evaluations: dict[str, float] = {}
+        self._tasks: dict[str, Mapping[str, float]] = {}
         self._events: Counter[str] = Counter()
 
     def end_step(self, step: int, loss: float) -> None:
@@ -64,6 +65,8 @@ class NewestNumbers(Collector):
             self._train = record
         elif record["kind"] in ("eval", "test"):
             self._evaluations[record["kind"]] = record["loss"]
+        elif record["kind"] == "task":
+            self._tasks[record["task"]] = record["numbers"]
         elif record["kind"] == "event":
             self._events[record["event"]] += 1
 
@@ -81,12 +84,29 @@ class NewestNumbers(Collector):
         for phase, seconds in self._train.get("seconds", {}).items():
             phases.add_metric([phase], seconds)
         yield phases
+        norms = GaugeMetricFamily(
+            "fourfold_layer_gradient_norm",
+            "Norm of the gradient before clipping, by group of layers.",
+            labels=["layers"],
+        )
+        for group, norm in (self._train.get("layer_norms") or {}).items():
+            norms.add_metric([group], norm)
+        yield norms
         losses = GaugeMetricFamily(
             "fourfold_evaluation_loss", "Loss of the last evaluation.", labels=["split"]
         )
         for split, loss in self._evaluations.copy().items():
             losses.add_metric([split], loss)
         yield losses
+        tasks = GaugeMetricFamily(
+            "fourfold_task",
+            "Last result of a task of Engine.eval_tasks.",
+            labels=["task", "number"],
+        )
+        for task, numbers in self._tasks.copy().items():
+            for name, value in numbers.items():
+                tasks.add_metric([task, name], value)
+        yield tasks
         events = CounterMetricFamily(
             "fourfold_events", "What happened, as metrics.jsonl names it.", labels=["event"]
         )

@@ -1,8 +1,8 @@
-"""Metric sinks: the records of a run to the console, `metrics.jsonl`, TensorBoard and W&B.
+"""Metric sinks: the records of a run to the console, `metrics.jsonl` and trackers.
 
-Everything becomes one flat record with a kind (run, train, eval, test, event, notice), a step and a
-time, and every sink gets every record. Rank 0 opens sinks; the other ranks use `Sinks()`, which
-has nowhere to write to.
+Everything becomes one flat record with a kind (run, train, eval, test, task, samples, event,
+notice), a step and a time, and every sink gets every record. Rank 0 opens sinks; the other ranks
+use `Sinks()`, which has nowhere to write to.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import os
 import statistics
 import sys
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TextIO, runtime_checkable
 
+from fourfold.atomic_files import replace_text
 from fourfold.errors import UserError, heard_or_not
-from fourfold.metrics.jsonl import FILE_NAME, RUN, JsonLines, RunFacts, timestamp
-from fourfold.metrics.lines import FleetXLines, LineStyle, perplexity
+from fourfold.metrics.jsonl import FILE_NAME, RUN, JsonLines, RunFacts, parse_line, timestamp
+from fourfold.metrics.lines import FleetXLines, LineStyle, sample_lines
 from fourfold.metrics.meter import Step
+from fourfold.metrics.trackers import TensorBoard, TrackerSink, WeightsAndBiases
 from fourfold.terminal import ProgressBar, duration, is_terminal
 
 if TYPE_CHECKING:
@@ -45,6 +46,26 @@ class StepSink(MetricSink, Protocol):
     """One that is told of every step, whether or not there is a record of it."""
 
     def end_step(self, step: int, loss: float, tokens: int) -> None: ...
+
+
+@runtime_checkable
+class RewindingSink(MetricSink, Protocol):
+    """One that drops what it has of the steps after one that the run goes back to."""
+
+    def rewind(self, step: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """A text that a run wrote."""
+
+    prompt: str
+    text: str  # without the prompt
+
+
+@runtime_checkable
+class SampleSink(MetricSink, Protocol):
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None: ...
 
 
 class Sinks:
@@ -103,6 +124,22 @@ class Sinks:
             },
         )
 
+    def task(
+        self, name: str, kind: str, numbers: Mapping[str, float], *, step: int, seconds: float
+    ) -> None:
+        """A task that was measured after `step`."""
+        told = {"task": name, "measure": kind, "seconds": seconds, "numbers": dict(numbers)}
+        self._write("task", {"step": step, **told})
+
+    def samples(self, samples: Sequence[TextSample], *, step: int, seconds: float) -> None:
+        """Texts that the run wrote after `step`. They have a file of their own; the record says
+        that there are some."""
+        self._write("samples", {"step": step, "number": len(samples), "seconds": seconds})
+        for sink in self._sinks:
+            if isinstance(sink, SampleSink):
+                with self._surviving(sink):
+                    sink.write_samples(step, samples)
+
     def event(self, kind: str, /, **fields: Any) -> None:
         """Something that happened to the run: a save, a skipped update, a stop."""
         assert not {"kind", "event", "time"} & fields.keys(), "these say when and what, already"
@@ -124,7 +161,7 @@ class Sinks:
         """The run continues after an earlier step."""
         self._step = step
         for sink in self._sinks:
-            if isinstance(sink, JsonLines | TensorBoard):
+            if isinstance(sink, RewindingSink):
                 with self._surviving(sink):
                     sink.rewind(step)
 
@@ -172,6 +209,7 @@ def open_sinks(
     tensorboard: bool = True,
     tensorboard_dir: str | os.PathLike[str] | None = None,
     wandb: bool = False,
+    trackers: Sequence[str] = (),
     run_name: str | None = None,
     config: Mapping[str, Any] | None = None,
     console: Console | None = None,
@@ -202,6 +240,8 @@ def open_sinks(
             sinks.append(
                 TensorBoard(Path(tensorboard_dir or directory / "tensorboard"), config, resume_step)
             )
+        sinks += [TrackerSink(name, directory, config, resume_step) for name in trackers]
+        sinks.append(SampleLines(directory / SAMPLES_NAME, resume_step))
         # Last, because it changes what an earlier run left: nothing after it may fail.
         jsonl = JsonLines(directory / FILE_NAME, resume_step)
     except OSError as error:
@@ -273,6 +313,11 @@ class Console:
             for line in lines:
                 self._print(line)
 
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        with heard_or_not(self._stream):
+            for line in sample_lines(step, samples, timestamp(), self._colour):
+                self._print(line)
+
     def end_step(self, step: int, loss: float, tokens: int) -> None:
         """A step, whether or not it gets a record; `tokens` are those of this step."""
         if self._steps is not None:
@@ -342,128 +387,41 @@ class StepProgress:
         )
 
 
-# -- TensorBoard and Weights & Biases -----------------------------------------------------------
+# -- samples.jsonl ------------------------------------------------------------------------------
 
-# The names of numbers in both trackers: train/loss, speed/ips, memory/rss_bytes; beside these,
-# seconds/<phase>, eval/loss, eval/ppl, test/loss and test/ppl.
-GROUPS = {
-    "train": (
-        "loss",
-        "learning_rate",
-        "grad_norm",
-        "loss_scale",
-        "skipped",
-        "tokens",
-        "global_batch_size",
-    ),
-    "speed": ("ips_total", "ips", "mfu", "batch_seconds", "reader_seconds"),
-    "memory": ("rss_bytes", "peak_rss_bytes", "device_bytes", "peak_device_bytes"),
-}
-SECRET_WORDS = ("key", "token", "secret", "password", "passwd", "credential")
-REDACTED = "[redacted]"
+SAMPLES_NAME = "samples.jsonl"
 
 
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by tracker name; none for events and notices."""
-    if record["kind"] in ("eval", "test"):
-        kind, loss = record["kind"], record["loss"]
-        return {f"{kind}/loss": loss, f"{kind}/ppl": perplexity(loss)}
-    if record["kind"] != "train":
-        return {}
-    named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}
-    named |= {f"seconds/{phase}": value for phase, value in record["seconds"].items()}
-    return {name: value for name, value in named.items() if value is not None}
+class SampleLines:
+    """Appends the texts that a run writes, one JSON object a line with step, prompt and text. There
+    is no file before the first; what is of steps after `resume_step` is dropped."""
 
+    name = SAMPLES_NAME
 
-def redact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` without the values of keys that name a secret, at any depth."""
-    return {
-        key: REDACTED if _is_secret(str(key), value) else _redact_inside(value)
-        for key, value in config.items()
-    }
-
-
-def _redact_inside(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return redact(value)
-    if isinstance(value, list | tuple):
-        return [_redact_inside(item) for item in value]
-    return value
-
-
-def _is_secret(key: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return False
-    name = key.lower()
-    for innocent in ("tokenizer", "token") if isinstance(value, int | float) else ("tokenizer",):
-        name = name.replace(innocent, "")  # numbers of tokens and token ids are no secrets
-    return any(word in name for word in SECRET_WORDS)
-
-
-class TensorBoard:
-    """Event files in `directory`; on resume, points after `resume_step` are hidden by purging."""
-
-    name = "TensorBoard"
-
-    def __init__(self, directory: Path, config: Mapping[str, Any], resume_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = resume_step + 1 if directory.exists() else None
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
-        shown = json.dumps(redact(config), indent=2, default=str, ensure_ascii=False)
-        indented = "\n".join("    " + line for line in shown.splitlines())
-        self._writer.add_text("config", indented, resume_step)
-        self._directory = directory
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._path = path
+        self.rewind(resume_step)
 
     def rewind(self, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer.close()
-        self._writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=30)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """One W&B run per run directory: its id is kept there, so a resumed run continues it."""
-
-    name = "Weights & Biases"
-    ID_FILE = "wandb_run_id.txt"
-
-    def __init__(
-        self, output_dir: Path, run_name: str | None, config: Mapping[str, Any], resume_step: int
-    ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "tracking with Weights & Biases is on, but the package is not installed; "
-                "run: pip install 'fourfold[wandb]', or turn it off"
-            ) from error
-        id_file = output_dir / self.ID_FILE
-        if not (resume_step and id_file.exists()):
-            id_file.write_text(uuid.uuid4().hex[:12])
-        self._run = wandb.init(
-            project="fourfold",
-            name=run_name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(output_dir),
-            config=redact(config),
-        )
-        # Steps as a metric of their own: W&B refuses to log an earlier step of its own counter,
-        # which a run resumed from a checkpoint has to do.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(errors="replace").splitlines()
+        kept = [line for line in lines if _step(parse_line(line.encode())) <= step]
+        if kept != lines:
+            replace_text(self._path, "".join(f"{line}\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if numbers := scalars(record):
-            self._run.log({"step": record["step"], **numbers})
+        """Records go to other files."""
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        rows = [{"step": step, **asdict(sample)} for sample in samples]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     def close(self) -> None:
-        self._run.finish()
+        """It is open for the moment of writing only."""
+
+
+def _step(record: Mapping[str, Any] | None) -> float:
+    step = None if record is None else record.get("step")
+    return step if isinstance(step, int) else math.inf

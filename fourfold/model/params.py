@@ -277,6 +277,23 @@ class ParamTable:
         """The name of the parameter that is also the head."""
         return next((row.name for row in self.rows if row.tied_to_head), None)
 
+    def layer_groups(self, most: int) -> dict[str, str]:
+        """The group of every parameter, by name: `embeddings`, `layers.3`, `norm`, `head`. Of more
+        layers than `most`, as many neighbours share one (`layers.6-11`) as it takes."""
+        each = -(-self.num_layers // most)
+        found = {}
+        for row in self.rows:
+            if not row.in_every_layer:
+                at_end = "norm" if row.kind == "norm" else "head"
+                found[row.name] = "embeddings" if row.end == "first" else at_end
+                continue
+            for number in range(self.num_layers):
+                first = number - number % each
+                last = min(first + each, self.num_layers) - 1
+                name = f"layers.{first}" if first == last else f"layers.{first}-{last}"
+                found[row.of_layer(number)] = name
+        return {name: found[name] for name, _ in self}
+
     def count(self) -> int:
         """Numbers in all parameters; one that is tied counts once."""
         return sum(row.numel for _, row in self)

@@ -9,7 +9,8 @@ Losses come as this rank's share: the sum of the shares over all ranks is the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,7 +164,7 @@ class Runner:
             torch._foreach_copy_(
                 [self.parameters[key] for key in lowered], [self.masters[key] for key in lowered]
             )
-        self._drop_gathered()
+        self.drop_gathered()
 
     def shards_to_load(self) -> dict[str, Shard]:
         """The tensors that a load fills, by key. Of two copies of the embedding on this rank, as at
@@ -187,7 +188,8 @@ class Runner:
                 parameter.data = parameter.data.to(self.precision.dtype)
         self.sync_weights_from_masters()
 
-    def _drop_gathered(self) -> None:
+    def drop_gathered(self) -> None:
+        """Free the weights that sharding gathered for an evaluation."""
         if self.sharding is not None:
             for part in self.parts:
                 self.sharding.drop_gathered(part)
@@ -216,8 +218,28 @@ class Runner:
             for tokens, given in micro_batches:
                 losses.append(self.parts[0](tokens, **given))
                 heartbeat.alive()
-        self._drop_gathered()
+        self.drop_gathered()
         return self._share(torch.stack(losses).sum() if losses else torch.zeros(()))
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """The logits (B, T, V) after each of the tokens (B, T), without dropout; None on ranks that
+        do not have the last stage. The ranks of one data rank must give the same tokens, and all
+        ranks call equally often. Weights that sharding gathers stay until `drop_gathered`."""
+        for part in self.parts:
+            part.eval()
+        rows, length = tokens.shape
+        cut = self.mesh.layout.mp if self.sequence_parallel else 1
+        padded = nn.functional.pad(tokens.to(self.device), (0, -length % cut))
+        last = self.parts[0].shape.max_position_embeddings - 1
+        positions = torch.arange(padded.shape[1], device=self.device).clamp(max=last)
+        given = {"position_ids": positions.expand(rows, -1)}
+        if self.pipeline is None:
+            outputs = [self.parts[0](padded, **given)]
+        else:
+            outputs = self.pipeline.forward([(padded, given)])
+        heartbeat.alive()
+        return outputs[0][:, :length].float() if outputs else None
 
     # -- shares of a batch ------------------------------------------------------------------
 
@@ -255,22 +277,43 @@ class Runner:
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of the gradients, each counted on one rank."""
-        gradients = [one.gradient for one in self.shards.values() if one.owns_norm]
-        return sum_of_squares([one for one in gradients if one is not None], self.device)
+        return self.squared_norms()[0]
+
+    def squared_norms(self, groups: Mapping[str, str] | None = None) -> tuple[Tensor, Tensor]:
+        """The same, and this rank's shares by group, in the order in which `groups` names
+        them: it says of each parameter which it belongs to."""
+        owned = [one for one in self.shards.values() if one.owns_norm]
+        given = [(one.name, one.gradient) for one in owned if one.gradient is not None]
+        squares, counts = _squares([gradient for _, gradient in given], self.device)
+        if groups is None:
+            return squares.sum(), squares.new_zeros(0)
+        shares = {group: squares.new_zeros(()) for group in dict.fromkeys(groups.values())}
+        # Neighbours are mostly of one group, so that there are few sums.
+        rows, start = zip([groups[name] for name, _ in given], counts), 0
+        for group, same in groupby(rows, key=lambda row: row[0]):
+            stop = start + sum(count for _, count in same)
+            shares[group] = shares[group] + squares[start:stop].sum()
+            start = stop
+        return squares.sum(), torch.stack([*shares.values()])
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
-    """Of all elements, accurate to fp32 whatever the sizes.
+    """Of all elements, accurate to fp32 whatever the sizes."""
+    return _squares(list(tensors), device)[0].sum()
+
+
+def _squares(tensors: list[Tensor], device: torch.device | None) -> tuple[Tensor, list[int]]:
+    """The squared norms of the pieces of these tensors, and how many pieces are of each.
 
     Torch's norm on a CPU adds squares one by one in fp32, and loses a thousandth of a tensor of
     forty million elements. So large tensors are taken in pieces, added up in fp64.
     """
-    pieces = [
-        piece
-        for tensor in tensors
-        if tensor.numel() > 0
-        for piece in (tensor.reshape(-1).split(NORM_PIECE) if tensor.is_cpu else [tensor])
+    cut = [
+        [] if not one.numel() else one.reshape(-1).split(NORM_PIECE) if one.is_cpu else [one]
+        for one in tensors
     ]
+    pieces = [piece for of_one in cut for piece in of_one]
+    counts = [len(of_one) for of_one in cut]
     if not pieces:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        return torch.zeros(0, dtype=torch.float64, device=device), counts
+    return torch.stack(torch._foreach_norm(pieces)).double().square(), counts

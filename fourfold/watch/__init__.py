@@ -2,6 +2,7 @@
 
     goodput.py     where the time went; the seconds add up to the wall clock
     reading.py     run directories -> one document of plain numbers and texts
+    run_files.py   what else of a directory is shown: samples, spikes' documents
     page.html      draws a document: charts, times, spikes; one file that loads nothing
     server.py      the page at an address, following the runs; needs `fourfold[serve]`
     table.py       the same for a terminal

@@ -185,7 +185,7 @@ class _Walk:
         has_ended = False
         for moment in self.tail:
             seconds = self.until(moment.time)
-            if moment.kind in ("eval", "test"):
+            if moment.kind in ("eval", "test", "task", "samples"):
                 times = 2 if "ema_loss" in moment.fields else 1
                 evaluated = min(seconds, max(times * moment.number("seconds"), 0.0))
                 self.ledger.add("evaluation", evaluated)

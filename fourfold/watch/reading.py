@@ -12,11 +12,9 @@ page never takes for markup.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,16 +28,26 @@ from fourfold.errors import UserError
 from fourfold.metrics.jsonl import FILE_NAME, RUN, parse_line
 from fourfold.metrics.plot import thin_out
 from fourfold.watch.goodput import Entry, Moment, Window, number_of, spend
+from fourfold.watch.run_files import (
+    MOST_CHARACTERS,
+    SAMPLE_BYTES,
+    Json,
+    documents_of,
+    finite,
+    inside,
+    is_held,
+    max_steps_of,
+    samples_of,
+    shorten,
+    whole,
+)
 
-Json = dict[str, Any]
 PAGE = ("fourfold.watch", "page.html")  # package and name of the page that shows documents
 
 # Points of a curve over all runs of a page, so that a page stays small however many there are.
 MOST_POINTS, FEWEST_POINTS = 900, 120
-MOST_SPIKES, MOST_DOCUMENTS, MOST_WARNINGS = 20, 8, 12
-MOST_CHARACTERS = 400
-MOST_REPORT_BYTES = 16 << 20
-SILENT_SECONDS = 600.0  # after which a run on another machine is taken for dead
+MOST_SPIKES, MOST_WARNINGS = 20, 12
+MOST_GROUPS, MOST_TASKS = 24, 12  # curves of layers and of tasks
 # Name of a curve -> where a training record has it.
 CURVES: dict[str, Callable[[Json], float | None]] = {
     "loss": lambda r: number_of(r, "loss"),
@@ -48,12 +56,15 @@ CURVES: dict[str, Callable[[Json], float | None]] = {
     "tokens_per_second": lambda r: number_of(r, "ips_total"),
     "mfu": lambda r: number_of(r, "mfu"),
     "memory": lambda r: number_of(r, "device_bytes") or number_of(r, "rss_bytes"),
-    "busy_most": lambda r: number_of(_inside(r, "ranks"), "busy_seconds_most"),
-    "busy_median": lambda r: number_of(_inside(r, "ranks"), "busy_seconds_median"),
-    "busy_least": lambda r: number_of(_inside(r, "ranks"), "busy_seconds_least"),
-    "communication": lambda r: number_of(_inside(r, "ranks"), "communication_share"),
-    "bubble": lambda r: number_of(_inside(r, "ranks"), "bubble_share"),
+    "busy_most": lambda r: number_of(inside(r, "ranks"), "busy_seconds_most"),
+    "busy_median": lambda r: number_of(inside(r, "ranks"), "busy_seconds_median"),
+    "busy_least": lambda r: number_of(inside(r, "ranks"), "busy_seconds_least"),
+    "communication": lambda r: number_of(inside(r, "ranks"), "communication_share"),
+    "bubble": lambda r: number_of(inside(r, "ranks"), "bubble_share"),
 }
+# How the names of curves begin that are not of this table, and the number of a task that is drawn.
+LAYERS, TASKS = "layers/", "task/"
+MAIN_NUMBERS = ("accuracy", "perplexity", "acc_norm", "acc")
 
 
 def open_runs(paths: Iterable[Path]) -> list[RunReader]:
@@ -85,6 +96,7 @@ class RunReader:
     entries: list[Entry] = field(default_factory=list)
     curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
     last: Json = field(default_factory=dict)  # the newest training record
+    tasks: dict[str, Json] = field(default_factory=dict)  # their newest numbers
     damaged: int = 0
     version: int = 0  # grows with what was read
     _place: tuple[int, int] = (0, 0)  # inode and offset of what is still to be read
@@ -120,7 +132,7 @@ class RunReader:
         return bool(whole)
 
     def _forget(self) -> None:
-        self.entries, self.curves, self.last = [], {}, {}
+        self.entries, self.curves, self.last, self.tasks = [], {}, {}, {}
         self.damaged, self._ending = 0, b""
 
     def _take(self, record: Json | None) -> None:
@@ -133,13 +145,15 @@ class RunReader:
         elif kind == "train":
             self._take_steps(record, step, when)
         else:
+            if kind == "task":
+                self._take_task(record, step)
             if kind in ("eval", "test"):
                 self._add(kind, step, number_of(record, "loss"))
                 self._add(f"{kind}_ema", step, number_of(record, "ema_loss"))
             self.entries.append(Moment(kind, step, when, record))
 
     def _take_steps(self, record: Json, step: int, when: float) -> None:
-        phases = _inside(record, "seconds")
+        phases = inside(record, "seconds")
         self.entries.append(
             Window(
                 step,
@@ -152,7 +166,19 @@ class RunReader:
         )
         for name, value in CURVES.items():
             self._add(name, step, value(record))
+        norms = inside(record, "layer_norms")
+        for group in list(norms)[:MOST_GROUPS]:
+            self._add(LAYERS + shorten(group, 40), step, number_of(norms, group))
         self.last = record
+
+    def _take_task(self, record: Json, step: int) -> None:
+        name, numbers = shorten(record.get("task", ""), 60), inside(record, "numbers")
+        self.tasks[name] = {
+            shorten(key, 40): finite(number_of(numbers, key)) for key in list(numbers)[:16]
+        }
+        key = next((one for one in MAIN_NUMBERS if one in numbers), next(iter(numbers), None))
+        if key is not None and len(self.tasks) <= MOST_TASKS:
+            self._add(f"{TASKS}{name}, {shorten(key, 40)}", step, number_of(numbers, key))
 
     def _add(self, name: str, step: int, value: float | None) -> None:
         if value is not None:
@@ -193,21 +219,26 @@ def _run(reader: RunReader, most: int, price: float | None) -> Json:
         "name": shorten(reader.name, 80),
         "version": reader.version,
         "layout": shorten(facts.get("layout", ""), 80),
-        "processes": _whole(facts, "world_size"),
-        "step": _whole(last, "step"),
-        "max_steps": _max_steps(reader.directory),
-        "tokens": _whole(last, "tokens"),
+        "processes": whole(facts, "world_size"),
+        "step": whole(last, "step"),
+        "max_steps": max_steps_of(reader.directory),
+        "tokens": whole(last, "tokens"),
         "began": reader.entries[0].time if reader.entries else None,
-        "curves": {name: _thinned(*pair, most) for name, pair in reader.curves.items()},
+        "curves": {
+            name: _thinned(*pair, max(32, most // 8) if name.startswith(LAYERS) else most)
+            for name, pair in reader.curves.items()
+        },
+        "tasks": reader.tasks,
+        "samples": samples_of(reader.directory, SAMPLE_BYTES * most // MOST_POINTS),
         "not_finite": bad[:200],
-        "skipped": _whole(last, "skipped"),
+        "skipped": whole(last, "skipped"),
         "spikes": _spikes(reader.directory, moments),
         "prediction": _prediction(moments),
         "warnings": _warnings(moments, reader.damaged),
         "seconds": {part: round(value, 3) for part, value in spent.seconds.items()},
         "wall": round(spent.wall, 3),
         "starts": spent.starts,
-        "goodput": _finite(spent.goodput),
+        "goodput": finite(spent.goodput),
         "cost": None
         if price is None
         else {
@@ -227,7 +258,7 @@ def state_of(reader: RunReader) -> Json:
     told = {"since": last.time, "age": round(max(age, 0.0), 1)}
     start = max((p for p, e in enumerate(reader.entries) if _kind(e) == RUN), default=0)
     said = [e for e in reader.entries[start:] if isinstance(e, Moment)]
-    if _is_held(reader.directory, age):
+    if is_held(reader.directory, age):
         return {"state": "running", "why": "", **told}
     for moment in reversed(said):
         if moment.is_end:
@@ -266,23 +297,6 @@ def _error_lines(logs: Path, since: float) -> list[str]:
     return []
 
 
-def _is_held(directory: Path, age: float) -> bool:
-    """Whether a process holds the directory. Its lock is read, not taken."""
-    owner = _read_json(directory / ".lock")
-    process = owner.get("pid")
-    if not isinstance(process, int) or process <= 0:
-        return False
-    if owner.get("host") != socket.gethostname():
-        return age < SILENT_SECONDS
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
-
-
 # -- parts of it --------------------------------------------------------------------------------
 
 
@@ -307,47 +321,18 @@ def _spikes(directory: Path, moments: Sequence[Moment]) -> list[Json]:
     for moment in moments:
         if moment.event not in ("spike", "rewind"):
             continue
-        step = _whole(moment.fields, "spike_step") or moment.step
+        step = whole(moment.fields, "spike_step") or moment.step
         spike = {
             "step": step,
-            "loss": _finite(number_of(moment.fields, "loss")),
-            "loss_limit": _finite(number_of(moment.fields, "loss_limit")),
-            "grad_norm": _finite(number_of(moment.fields, "grad_norm")),
-            "norm_limit": _finite(number_of(moment.fields, "norm_limit")),
+            "loss": finite(number_of(moment.fields, "loss")),
+            "loss_limit": finite(number_of(moment.fields, "loss_limit")),
+            "grad_norm": finite(number_of(moment.fields, "grad_norm")),
+            "norm_limit": finite(number_of(moment.fields, "norm_limit")),
             "action": shorten(moment.fields.get("action", moment.event), 20),
-            **_documents(directory, moment.fields.get("report")),
+            **documents_of(directory, moment.fields.get("report")),
         }
         found.append(spike)
     return found[-MOST_SPIKES:]
-
-
-def _documents(directory: Path, report: object) -> Json:
-    """What a spike's report says, if it is where reports are."""
-    if not isinstance(report, str) or not re.fullmatch(r"spikes/[\w.-]{1,80}\.json", report):
-        return {"documents": [], "gradient_norms": {}}
-    told = _read_json(directory / report)
-    rows, norms = told.get("documents"), told.get("gradient_norms")
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    norms = norms if isinstance(norms, dict) else {}
-    kept = {shorten(name, 60): number_of(norms, name) for name in list(norms)[:128]}
-    return {
-        "documents": [_document(row) for row in rows[:MOST_DOCUMENTS]],
-        "gradient_norms": {name: value for name, value in kept.items() if _finite(value)},
-    }
-
-
-def _document(row: Json) -> Json:
-    worst = row.get("worst")
-    words = [one for one in worst if isinstance(one, dict)] if isinstance(worst, list) else []
-    return {
-        "file": shorten(Path(str(row.get("file", ""))).name, 80),
-        "document": _whole(row, "document"),
-        "sample": _whole(row, "sample"),
-        "share": _finite(number_of(row, "share")),
-        "excess": _finite(number_of(row, "excess")),
-        "mean": _finite(number_of(row, "mean")),
-        "texts": [shorten(one.get("text", "")) for one in words[:3]],
-    }
 
 
 def _prediction(moments: Sequence[Moment]) -> Json | None:
@@ -359,7 +344,7 @@ def _prediction(moments: Sequence[Moment]) -> Json | None:
                 "predicted_bytes",
                 "measured_bytes",
             )
-            return {name: _finite(number_of(moment.fields, name)) for name in names}
+            return {name: finite(number_of(moment.fields, name)) for name in names}
     return None
 
 
@@ -387,24 +372,7 @@ def _dropped_times(reader: RunReader) -> list[float]:
     return [one for one in times if one is not None and one not in kept]
 
 
-def _max_steps(directory: Path) -> int | None:
-    """As the newest checkpoint has it."""
-    try:
-        newest = (directory / "latest").read_text(errors="replace")[:100].strip()
-    except OSError:
-        return None
-    if not re.fullmatch(r"step_\d{1,18}", newest):
-        return None
-    config = _inside(_read_json(directory / newest / "state.json"), "config")
-    return _whole(_inside(config, "Engine"), "max_steps")
-
-
 # -- foreign values -----------------------------------------------------------------------------
-
-
-def shorten(value: object, most: int = MOST_CHARACTERS) -> str:
-    text = str(value).encode("utf-8", "replace").decode("utf-8")
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def time_of(record: Mapping[str, Any]) -> float | None:
@@ -415,36 +383,10 @@ def time_of(record: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _inside(record: Mapping[str, Any], name: str) -> Json:
-    value = record.get(name)
-    return value if isinstance(value, dict) else {}
-
-
 def _seconds(record: Mapping[str, Any], name: str) -> float:
     value = number_of(record, name)
     return value if value is not None and 0.0 <= value < 1e9 else 0.0
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _whole(record: Mapping[str, Any], name: str) -> int | None:
-    value = record.get(name)
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-    return value if is_whole else None
-
-
 def _kind(entry: Entry) -> str:
     return entry.kind if isinstance(entry, Moment) else "train"
-
-
-def _read_json(path: Path) -> Json:
-    """A small JSON object of a run's; empty if there is none that can be read."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_REPORT_BYTES + 1)
-        value = json.loads(content) if len(content) <= MOST_REPORT_BYTES else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import UserError
 from fourfold.pages import load_page, policy_of
-from fourfold.watch.reading import PAGE, Json, RunReader, document_of
+from fourfold.watch.reading import PAGE, RunReader, document_of
+from fourfold.watch.run_files import Json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from fourfold.metrics.lines import escape
 from fourfold.terminal import duration, in_bytes, is_terminal, table_lines
-from fourfold.watch.reading import Json, RunReader, document_of
+from fourfold.watch.reading import RunReader, document_of
+from fourfold.watch.run_files import Json
 
 POLL_SECONDS = 1.0
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -89,7 +89,10 @@ def commands(run: TextRun, scratch: Path) -> Iterator[list[str]]:
     yield ["train", *(word for one in train for word in ("-o", one))]
     train = ["Engine.max_steps=2", "Optimizer.name=Muon", "Optimizer.lr.decay_style=wsd"]
     train += [f"Engine.save_load.output_dir={scratch / 'muon'}", "Engine.metrics_port=0"]
-    train += ["Engine.spikes.action=rewind"]
+    train += ["Engine.spikes.action=rewind", "Engine.eval_freq=1", "Engine.samples.number=1"]
+    train += ["Engine.samples.prompts=[the cat]", "Engine.samples.length=4"]
+    task = f"{{name: text, kind: perplexity, path: {scratch / 'text.txt'}}}"
+    train += [f"Engine.eval_tasks=[{task}]"]
     yield ["train", *(word for one in train for word in ("-o", one))]
     spread = ["Distributed.pp_degree=2", "Distributed.mp_degree=2", "Engine.accumulate_steps=4"]
     spread += ["Distributed.sharding.sharding_degree=2", "Data.batch_size.micro_batch_size=1"]

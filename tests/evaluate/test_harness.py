@@ -269,3 +269,44 @@ def test_the_harness_command_knows_the_model_by_its_name(run: TextRun, tmp_path:
     assert found["acc,none"] == pytest.approx(sum(best for _, best in expected) / 3)
     mean = sum(total for total, _ in expected) / 3
     assert found["perplexity,none"] == pytest.approx(math.exp(-mean), rel=1e-4)
+
+
+IN_LOOP = """
+import os
+os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=given["home"])
+from fourfold.config import load_config
+from fourfold.engine import build_engine
+from fourfold.evaluate.harness import harness_model
+from fourfold.evaluate.in_loop import WeightsInLoop, harness_numbers
+from fourfold.metrics import read_jsonl
+
+keys = [f"Engine.save_load.output_dir={given['home']}/run"]
+named = "{name: mine, kind: lm_eval, task: words, path: %s}" % given["home"]
+more = ["Engine.max_steps=2", "Engine.save_load.save_steps=1", f"Engine.eval_tasks=[{named}]"]
+more += ["Engine.eval_tasks_freq=1"]
+engine = build_engine(load_config(given["config"], keys + more), open_in_loop=WeightsInLoop)
+engine.fit()
+records = read_jsonl(f"{given['home']}/run/metrics.jsonl")
+answer = {"inside": [one["numbers"] for one in records if one["kind"] == "task"], "after": []}
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+for step in (1, 2):
+    place = f"Engine.save_load.ckpt_dir={given['home']}/run/step_{step}"
+    model = harness_model(load_config(given["config"], keys + [place]))
+    told = simple_evaluate(model=model, tasks=["words"],
+                           task_manager=TaskManager(include_path=given["home"]))
+    answer["after"].append(harness_numbers(told["results"]["words"]))
+"""
+
+
+@needs_peers
+def test_a_task_of_the_harness_between_steps(run: TextRun, tmp_path: Path) -> None:
+    """As the harness finds it afterwards on the checkpoint of that step."""
+    file = tmp_path / "words.jsonl"
+    examples = [{"context": "the cat sat on a", "word": word} for word in ("mat", "dog", "wall")]
+    file.write_text("".join(json.dumps(one) + "\n" for one in examples))
+    (tmp_path / "words.yaml").write_text(TASK.format(file=file))
+    found = in_peers(IN_LOOP, config=run.config, home=tmp_path)
+    assert len(found["inside"]) == 2 and found["inside"][0] != found["inside"][1]
+    for inside, after in zip(found["inside"], found["after"], strict=True):
+        assert inside.keys() == {"acc", "perplexity"} and inside == pytest.approx(after, rel=1e-5)

@@ -87,6 +87,11 @@ def test_steps_mix_no_devices_and_wait_for_nothing(
     check(train(fake_cuda, tmp_path, case, rank), case, rank)
 
 
+def test_norms_by_layer_are_not_waited_for(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    case = Case("mp2", extras=("Engine.layer_norms=True",))
+    check(train(fake_cuda, tmp_path, case), case, rank=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
 def test_the_first_rank_too(fake_cuda: FakeCuda, tmp_path: Path, case: Case) -> None:

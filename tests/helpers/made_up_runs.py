@@ -79,6 +79,18 @@ class MadeUpRun:
         loss = 3.1 + 4 * math.exp(-self.step / 60)
         self.add(kind, seconds, loss=loss, seconds=seconds, batches=2)
 
+    def task(self, name: str, seconds: float = 1.0, **numbers: float) -> None:
+        self.add("task", seconds, task=name, measure="cloze", seconds=seconds, numbers=numbers)
+
+    def samples(self, *texts: tuple[str, str]) -> None:
+        """Prompts and what the run wrote after them."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "samples.jsonl").open("a") as file:
+            for prompt, text in texts:
+                row = {"step": self.step, "prompt": prompt, "text": text}
+                file.write(json.dumps(row) + "\n")
+        self.add("samples", 0.5, number=len(texts), seconds=0.5)
+
     def notice(self, text: str, level: str = "INFO", after: float = 0.0) -> None:
         self.add("notice", after, level=level, text=text)
 
@@ -116,6 +128,31 @@ def whole_run(directory: Path, steps: int = 120, ranks: int = 1, seconds: float 
         if step % 20 == 0:
             run.evaluate(2.0)
     run.evaluate(kind="test")
+    run.notice(COMPLETE, after=0.5)
+    return run
+
+
+def norms_at(step: int, layers: int = 12) -> dict[str, float]:
+    """Norms by layer, as a record has them."""
+    noise = [random.Random(step * 100 + layer).gauss(1, 0.08) for layer in range(layers + 2)]
+    falls = 0.4 + 2 * math.exp(-step / 50)
+    blocks = {f"layers.{n}": falls * (0.3 + 0.06 * n) * noise[n] for n in range(layers)}
+    return {"embeddings": falls * noise[-1], **blocks, "norm": 0.05 * falls * noise[-2]}
+
+
+def watched_run(directory: Path, steps: int = 120, text: str = "once upon a time") -> MadeUpRun:
+    """A run with everything switched on: norms by layer, tasks, samples."""
+    run = MadeUpRun(directory)
+    run.start()
+    for step in range(1, steps + 1):
+        run.train(layer_norms=norms_at(step))
+        if step % 20 == 0:
+            run.evaluate()
+            run.task("lambada", accuracy=0.3 * (1 - math.exp(-step / 80)), examples=5153)
+            run.task("wikitext", perplexity=30 + 900 * math.exp(-step / 30), bits_per_byte=1.2)
+            run.samples(
+                ("The cat", f" sat {text} at step {step}."), ("2 + 2 =", f" {step % 7}\n" * 3)
+            )
     run.notice(COMPLETE, after=0.5)
     return run
 

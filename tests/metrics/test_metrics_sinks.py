@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fourfold.errors import DataError, UserError
 from fourfold.metrics import Console, Sinks, Step, open_sinks, read_jsonl
 from fourfold.metrics.jsonl import JsonLines
-from fourfold.metrics.sinks import redact
+from fourfold.metrics.trackers import redact
 
 
 def open_quiet(directory: Path, **options: Any) -> Sinks:

@@ -16,12 +16,12 @@ import httpx
 import pytest
 from helpers.browser import picture
 from helpers.forked import fourfold
-from helpers.made_up_runs import DOCUMENTS, MadeUpRun, whole_run
+from helpers.made_up_runs import DOCUMENTS, MadeUpRun, norms_at, watched_run, whole_run
 
 from fourfold.pages import load_page
 from fourfold.serve import Limits
 from fourfold.serve.server import bind, bounded_server, url_of
-from fourfold.watch import open_runs, show_table, write_report
+from fourfold.watch import document_of, open_runs, show_table, write_report
 from fourfold.watch.reading import PAGE
 from fourfold.watch.server import Following, create_app
 
@@ -84,11 +84,36 @@ def test_long_runs_make_small_pages(tmp_path: Path, runs: int) -> None:
         made.train(loss=123.25)
         for _ in range(30):
             made.spike(DOCUMENTS)
+        for _ in range(6000 // runs):
+            made.train(layer_norms=norms_at(made.step, layers=16))
+            if made.step % 10 == 0:
+                made.samples(*((f"prompt {n}", "\u00e4<&" * 200) for n in range(8)))
+                for task in range(20):
+                    made.task(f"task_{task}", accuracy=0.5, perplexity=made.step)
         directories.append(made.write())
     file = report(tmp_path, *directories, price=2.0)
     assert file.stat().st_size < 300_000
     (data,) = re.findall(r'id="document">(.*?)</script>', file.read_text())
     assert max(json.loads(data)["runs"][0]["curves"]["loss"]["y"]) == 123.25  # no spike is lost
+
+
+def test_samples_that_no_run_wrote_are_left_out(tmp_path: Path) -> None:
+    directory = whole_run(tmp_path / "run", steps=5).write()
+    rows = [
+        *(b'{"step": 1, "prompt": "a", "text": "b"}', b"\xff\xfe", b"[]", b"{", b"3", b""),
+        *(b'{"step": -1, "prompt": "a", "text": "b"}', b'{"step": true, "prompt": "", "text": ""}'),
+        *(b'{"step": 2, "prompt": 3, "text": "b"}', b'{"step": 3, "prompt": "a"}'),
+        *(
+            b'{"step": 1e999, "prompt": "a", "text": "b"}',
+            b'{"step": 4, "prompt": "\\ud800", "text": "x"}',
+        ),
+    ]
+    (directory / "samples.jsonl").write_bytes(b"\n".join(rows))
+    (run,) = document_of(open_runs([directory]))["runs"]
+    assert run["samples"] == {
+        "prompts": ["a", "?"],
+        "steps": [{"step": 1, "texts": ["b", None]}, {"step": 4, "texts": [None, "x"]}],
+    }
 
 
 def test_the_command_writes_a_report(tmp_path: Path) -> None:
@@ -240,6 +265,50 @@ def test_two_runs_compared_with_the_keyboard(tmp_path: Path, page: Any) -> None:
     theme.click()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert theme.text_content() == "Theme: dark"
+
+
+def test_layers_tasks_and_samples(tmp_path: Path, page: Any) -> None:
+    directory = watched_run(tmp_path / "everything", text=HOSTILE).write()
+    page.goto(report(tmp_path, directory).as_uri())
+    titles = page.locator("figure:visible h2").all_text_contents()
+    assert "Gradient norm by layer" in titles
+    assert titles[-2:] == ["lambada, accuracy", "wikitext, perplexity"]
+    layers = page.locator("figure", has=page.get_by_text("Gradient norm by layer", exact=True))
+    assert layers.locator(".curve").count() == 14
+    layers.focus()
+    page.keyboard.press("End")
+    assert layers.locator(".read span").count() == 15  # the step, and every group
+    page.keyboard.press("Escape")
+    assert "blocks" in layers.locator(".read").text_content()
+    rows = page.locator("#tasks tbody tr").all_text_contents()
+    assert rows[0].startswith("lambadaaccuracy0.2331") and rows[2].startswith("wikitext")
+    # The newest texts, then earlier ones by select, button and keyboard.
+    texts = page.locator("#samples .sample")
+    assert texts.first.text_content() == f"The cat sat {HOSTILE} at step 120."
+    page.locator("#sample-step").select_option("60")
+    assert texts.first.text_content().endswith("at step 60.")
+    page.locator("#sample-earlier").press("Enter")
+    assert texts.first.text_content().endswith("at step 40.")
+    page.keyboard.press("Enter")
+    assert texts.first.text_content().endswith("at step 20.")
+    assert page.locator("#sample-earlier").is_disabled()
+    page.locator("#sample-step").select_option("120")
+    picture(page, "everything")
+
+
+def test_samples_of_two_runs_side_by_side(tmp_path: Path, page: Any) -> None:
+    one = watched_run(tmp_path / "one", steps=120).write()
+    two = watched_run(tmp_path / "two", steps=60, text="elsewhere").write()
+    plain = whole_run(tmp_path / "plain", steps=40).write()
+    page.goto(report(tmp_path, one, two, plain).as_uri())
+    labels = page.locator("#samples .label").all_text_contents()
+    assert labels == ["one · step 120", "two · step 60"]
+    page.get_by_role("button", name="one").press("Enter")
+    assert page.locator("#samples .label").all_text_contents() == ["two · step 60"]
+    layers = page.locator("figure", has=page.get_by_text("Gradient norm by layer", exact=True))
+    assert layers.locator(".read").text_content().startswith("two")
+    page.get_by_role("button", name="two").press("Enter")
+    assert page.locator("#samples").is_hidden() and page.locator("#tasks").is_hidden()
 
 
 def test_the_page_follows_a_run(tmp_path: Path, page: Any) -> None:
