@@ -45,8 +45,8 @@ def rehearse(
     """Play a training step of all ranks of the layout against each other, without starting them.
 
     Every send must have its receive and every collective its members, in one order. Exit code 1 if
-    something does not fit, with the ranks and the operation. With --processes they are started, here
-    and with a narrow network; exit code 1 if their numbers are not those of one process.
+    something does not fit, with the ranks and the operation. With --processes they are started,
+    here and with a narrow network; exit code 1 if their numbers are not those of one process.
     """
     from fourfold.config import load_config
     from fourfold.plan.rehearsal import rehearsal_lines

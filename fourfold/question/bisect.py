@@ -10,7 +10,7 @@ number is not finite and the reference's is. What the batch and the update rule 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,16 +97,23 @@ def _told(finding: TensorFinding) -> dict[str, Any]:
 
 
 def compare(
-    sides: Mapping[str, StepTrace], reference: StepTrace, rounded: Mapping[float, StepTrace]
+    sides: Mapping[str, StepTrace],
+    reference: StepTrace,
+    rounded: Mapping[float, StepTrace | Measured],
+    phases: Sequence[str] = PHASES,
 ) -> Verdict:
-    """Read all tensors in the order of computation. `rounded` are runs of the reference by the unit
-    roundoff they were made with, one for each precision of the sides."""
-    noise = {size: measure_noise(reference, trace) for size, trace in rounded.items()}
+    """Read all tensors of these `phases` in the order of computation. `rounded` are runs of the
+    reference by the unit roundoff they were made with, one for each precision of the sides, or what
+    was measured by them."""
+    noise = {
+        size: measure_noise(reference, one) if isinstance(one, StepTrace) else one
+        for size, one in rounded.items()
+    }
     looks = {
         side: _Look(trace, reference, noise[roundoff_of(trace.facts)])
         for side, trace in sides.items()
     }
-    order = [part for parts in reference.parts.values() for part in parts]
+    order = [part for parts in reference.parts.values() for part in parts if part.phase in phases]
     order.sort(key=lambda part: (PHASES.index(part.phase), max(part.micro_batch, 0), part.at))
     findings, margin = [], 0.0
     for part in order:
@@ -119,7 +126,9 @@ def compare(
             margin = max(margin, *(one.excess for one in seen.values()))
     facts = {side: trace.facts for side, trace in sides.items()}
     extra = {
-        side: [" ".join(key) for key in trace.parts if key not in reference.parts]
+        side: [
+            " ".join(key) for key in trace.parts if key[0] in phases and key not in reference.parts
+        ]
         for side, trace in sides.items()
     }
     return Verdict({**facts, "reference": reference.facts}, findings, len(order), margin, extra)

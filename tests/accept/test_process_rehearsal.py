@@ -1,4 +1,4 @@
-"""`fourfold rehearse --processes`: a narrow network on all ranks of a layout, against one process."""
+"""`fourfold rehearse --processes`: a narrow network on all ranks, against one process."""
 
 from __future__ import annotations
 
