@@ -75,6 +75,7 @@ class Verdict:
     tensors: int
     margin: float  # the largest excess among what is right
     extra: dict[str, list[str]]  # tensors that the reference does not have, by side
+    cost: dict[str, float] = field(default_factory=dict)  # seconds of what was computed
 
     @property
     def first(self) -> TensorFinding | None:
@@ -88,6 +89,7 @@ class Verdict:
             "extra": self.extra,
             "tensors": self.tensors,
             "margin": self.margin,
+            "cost": self.cost,
             **self.facts,
         }
 
@@ -266,11 +268,13 @@ def verdict_lines(told: Mapping[str, Any]) -> Iterator[str]:
             f"{side}: step {facts['step']} on {facts['layout']}, {facts['dtype']}{level}, "
             f"torch {facts['torch']}; loss {facts['loss']}, gradient norm {facts['grad_norm']}"
         )
-    yield "reference: one process in float64; loss {loss}".format(**told["reference"])
+    yield _reference_line(told["reference"])
+    if told["cost"]:
+        yield _cost_line(told["cost"])
     if told["equal"]:
         yield (
-            f"equal: {told['tensors']:,} tensors, none further from the reference than "
-            f"{told['margin']:.2g} of what rounding explains"
+            f"equal: {told['tensors']:,} tensors, none further apart than {told['margin']:.2g} of "
+            "what rounding explains"
         )
         return
     for side, names in told["extra"].items():
@@ -292,6 +296,21 @@ def verdict_lines(told: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {line}" for line in table_lines(rows))
     if len(told["different"]) > SHOWN:
         yield f"  and {len(told['different']) - SHOWN} more"
+
+
+def _reference_line(facts: Mapping[str, Any]) -> str:
+    first, rows = facts["rows"]
+    if rows == facts["batch"]:
+        return f"reference: one process in float64; loss {facts['loss']}"
+    which = f"sample {first}" if rows == 1 else f"samples {first} to {first + rows - 1}"
+    return f"reference: one process in float64, {which} of {facts['batch']}"
+
+
+def _cost_line(cost: Mapping[str, float]) -> str:
+    """In steps of A: what the step took there with every tensor written down."""
+    whole = sum(cost.values())
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cost.items())
+    return f"time: {whole:.2f} s, {whole / cost['A']:.1f} times A's step ({parts})"
 
 
 def _side_lines(first: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ suspicion that the reference does not confirm ends in the full comparison.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -56,6 +57,26 @@ class Suspicion:
 
 def judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
     """The first tensor that differs between two sides, with as little computed as it takes."""
+    cost = {side: float(trace.facts["seconds"]) for side, trace in sides.items()}
+    made: list[float] = []
+    spent = 0.0
+
+    def counted(roundoff: float | None, row: int | None) -> StepTrace:
+        nonlocal spent
+        started = time.monotonic()
+        trace = make(roundoff, row)
+        spent += time.monotonic() - started
+        made.append(float(trace.facts["seconds"]))
+        return trace
+
+    started = time.monotonic()
+    verdict = _judge(sides, counted)
+    comparing = time.monotonic() - started - spent
+    verdict.cost = {**cost, "reference": sum(made), "comparison": comparing}
+    return verdict
+
+
+def _judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
     facts, sizes = sides["A"].facts, {roundoff_of(trace.facts) for trace in sides.values()}
     if facts["step"] > facts["begun"] + 1:
         # Errors of the steps before are in the weights, and only whole steps show them.
