@@ -310,7 +310,8 @@ def _cost_line(cost: Mapping[str, float]) -> str:
     """In steps of A: what the step took there with every tensor written down."""
     whole = sum(cost.values())
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cost.items())
-    return f"time: {whole:.2f} s, {whole / cost['A']:.1f} times A's step ({parts})"
+    steps = f", {whole / cost['A']:.1f} times A's step" if cost["A"] else ""
+    return f"time: {whole:.2f} s{steps} ({parts})"
 
 
 def _side_lines(first: Mapping[str, Any]) -> Iterator[str]:

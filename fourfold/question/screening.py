@@ -57,7 +57,8 @@ class Suspicion:
 
 def judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
     """The first tensor that differs between two sides, with as little computed as it takes."""
-    cost = {side: float(trace.facts["seconds"]) for side, trace in sides.items()}
+    # A side of another commit may not have measured it.
+    cost = {side: float(trace.facts.get("seconds", 0.0)) for side, trace in sides.items()}
     made: list[float] = []
     spent = 0.0
 
