@@ -97,12 +97,25 @@ def record_reference(
             directory,
             step,
             around=around,
-            prepare=widen,
+            prepare=widen if row is None else widen_without_optimizer,
             open_foreign=open_foreign,
             row=row,
         )
     finally:
         torch.set_default_dtype(before)
+
+
+def widen_without_optimizer(engine: Engine) -> None:
+    """Compute gradients in float64 and no update: weights and gradients of 8 bytes each take what
+    a step in float32 takes with its moments."""
+    torch.set_default_dtype(torch.float64)
+    for group in engine.optimizer.groups:
+        group.exp_avg, group.exp_avg_sq = [], []
+    if engine.optimizer.muon is not None:
+        engine.optimizer.muon.momentum.clear()
+    engine.optimizer.ema = None
+    for parameter in engine.runner.parameters.values():
+        parameter.data = parameter.data.double()
 
 
 def widen(engine: Engine) -> None:

@@ -44,7 +44,7 @@ MakeReference = Callable[[float | None, int | None], StepTrace]
 
 
 @dataclass
-class Suspicion:
+class Discrepancy:
     """A logical tensor in which the sides are further apart than they should be."""
 
     phase: str
@@ -85,20 +85,20 @@ def _judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
     sample, rounded = make(None, 0), {size: make(size, 0) for size in sizes}
     noise = {size: sampled_noise(sample, one) for size, one in rounded.items()}
     screening = Screening(sides, noise)
-    suspicions = screening.run()
-    if not suspicions:
+    discrepancies = screening.run()
+    if not discrepancies:
         told = {side: trace.facts for side, trace in sides.items()}
         tensors = sum(len(parts) for parts in sides["A"].parts.values())
         return Verdict({**told, "reference": sample.facts}, [], tensors, screening.margin, {})
-    first = min(PHASES.index(one.phase) for one in suspicions.values())
+    first = min(PHASES.index(one.phase) for one in discrepancies.values())
     if PHASES[first] in OF_SAMPLES:
-        of_phase = [one for one in suspicions.values() if one.phase == PHASES[first]]
+        of_phase = [one for one in discrepancies.values() if one.phase == PHASES[first]]
         row = max(0, min(one.row for one in of_phase))
         if row >= sum(sample.facts["rows"]):
             sample, rounded = make(None, row), {size: make(size, row) for size in sizes}
         verdict = compare(sides, sample, rounded, OF_SAMPLES)
         if verdict.findings:
-            return _with_all_ranks(verdict, suspicions)
+            return _with_all_ranks(verdict, discrepancies)
     exact = make(None, None)
     if PHASES[first] == "gradient":
         scaled = {size: _of_whole(one, exact) for size, one in noise.items()}
@@ -116,19 +116,21 @@ def _is_clear(verdict: Verdict) -> bool:
     )
 
 
-def _with_all_ranks(verdict: Verdict, suspicions: Mapping[tuple[str, str], Suspicion]) -> Verdict:
+def _with_all_ranks(
+    verdict: Verdict, discrepancies: Mapping[tuple[str, str], Discrepancy]
+) -> Verdict:
     """Other samples are on other ranks: where the sides differ there too, those are wrong too."""
     assert verdict.first is not None
-    suspicion = suspicions.get((verdict.first.phase, verdict.first.name))
-    if suspicion is None or len(verdict.first.wrong) != 1:
+    discrepancy = discrepancies.get((verdict.first.phase, verdict.first.name))
+    if discrepancy is None or len(verdict.first.wrong) != 1:
         return verdict
     (side,) = verdict.first.wrong
     found = verdict.first.sides[side]
-    ranks = {*found.ranks, *suspicion.ranks[side]}
+    ranks = {*found.ranks, *discrepancy.ranks[side]}
     if not found.missing:
         found.right_ranks = sorted({*found.right_ranks} - ranks)
         found.ranks = sorted(ranks)
-    found.micro_batches = sorted({*found.micro_batches, *suspicion.micro_batches[side]})
+    found.micro_batches = sorted({*found.micro_batches, *discrepancy.micro_batches[side]})
     return verdict
 
 
@@ -184,10 +186,10 @@ class Screening:
     def __init__(self, sides: Mapping[str, StepTrace], noise: Mapping[float, Measured]) -> None:
         self.sides = sides
         self.noise = {side: noise[roundoff_of(trace.facts)] for side, trace in sides.items()}
-        self.suspicions: dict[tuple[str, str], Suspicion] = {}
+        self.discrepancies: dict[tuple[str, str], Discrepancy] = {}
         self.margin = 0.0  # the largest excess of what is not suspicious, in bounds
 
-    def run(self) -> dict[tuple[str, str], Suspicion]:
+    def run(self) -> dict[tuple[str, str], Discrepancy]:
         a, b = self.sides["A"], self.sides["B"]
         for key in {**a.parts, **b.parts}:
             phase, name = key
@@ -196,7 +198,7 @@ class Screening:
             ):
                 continue
             self._compare(key)
-        return self.suspicions
+        return self.discrepancies
 
     def _compare(self, key: tuple[str, str]) -> None:
         # A replica that is off shows against the first of the other side's, so each part of one
@@ -234,7 +236,7 @@ class Screening:
         own: TensorPart | None,
         other: TensorPart | None,
     ) -> None:
-        found = self.suspicions.setdefault(key, Suspicion(*key))
+        found = self.discrepancies.setdefault(key, Discrepancy(*key))
         found.excess = max(found.excess, excess)
         if key[0] in ("input", "forward", "loss", "backward") and common.offsets:
             row = common.offsets[0]
