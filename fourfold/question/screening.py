@@ -36,7 +36,8 @@ from fourfold.shards import Box
 SUSPICIOUS = 0.5
 # A sample decides on these; what comes after them is of the whole batch.
 OF_SAMPLES = ("input", "weight", "forward", "loss", "backward")
-# A gradient this many bounds off is wrong whether or not the bound was measured on all samples.
+# Of these, what is so many bounds off is wrong, by a sample's bound as by the whole batch's.
+OF_SUMS = ("gradient", "norm", "rule")
 CLEAR = 16.0
 
 # The reference for a unit roundoff (None: exact) and the sample of a row (None: the whole batch).
@@ -44,7 +45,7 @@ MakeReference = Callable[[float | None, int | None], StepTrace]
 
 
 @dataclass
-class Discrepancy:
+class ApartTensor:
     """A logical tensor in which the sides are further apart than they should be."""
 
     phase: str
@@ -96,13 +97,13 @@ def _judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
         row = max(0, min(one.row for one in of_phase))
         if row >= sum(sample.facts["rows"]):
             sample, rounded = make(None, row), {size: make(size, row) for size in sizes}
-        verdict = compare(sides, sample, rounded, OF_SAMPLES)
+        verdict = compare(sides, sample, rounded, OF_SAMPLES[first:])
         if verdict.findings:
             return _with_all_ranks(verdict, discrepancies)
     exact = make(None, None)
-    if PHASES[first] == "gradient":
+    if PHASES[first] in OF_SUMS:
         scaled = {size: _of_whole(one, exact) for size, one in noise.items()}
-        verdict = compare(sides, exact, scaled)
+        verdict = compare(sides, exact, scaled, PHASES[first:])
         if verdict.findings and _is_clear(verdict):
             return verdict
     return compare(sides, exact, {size: make(size, None) for size in sizes})
@@ -111,13 +112,13 @@ def _judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
 def _is_clear(verdict: Verdict) -> bool:
     assert verdict.first is not None
     first = verdict.first
-    return first.phase == "gradient" and any(
+    return first.phase in OF_SUMS and any(
         found.missing or found.excess > CLEAR for found in first.sides.values()
     )
 
 
 def _with_all_ranks(
-    verdict: Verdict, discrepancies: Mapping[tuple[str, str], Discrepancy]
+    verdict: Verdict, discrepancies: Mapping[tuple[str, str], ApartTensor]
 ) -> Verdict:
     """Other samples are on other ranks: where the sides differ there too, those are wrong too."""
     assert verdict.first is not None
@@ -163,6 +164,8 @@ def _of_whole(noise: Measured, exact: StepTrace) -> Measured:
     """The same with the magnitudes of a whole step."""
     found: Measured = {}
     for key, parts in exact.parts.items():
+        if key[0] in OF_SAMPLES:
+            continue
         magnitude = squares = 0.0
         count = 0
         for part in parts:
@@ -186,13 +189,17 @@ class Screening:
     def __init__(self, sides: Mapping[str, StepTrace], noise: Mapping[float, Measured]) -> None:
         self.sides = sides
         self.noise = {side: noise[roundoff_of(trace.facts)] for side, trace in sides.items()}
-        self.discrepancies: dict[tuple[str, str], Discrepancy] = {}
+        self.discrepancies: dict[tuple[str, str], ApartTensor] = {}
         self.margin = 0.0  # the largest excess of what is not suspicious, in bounds
 
-    def run(self) -> dict[tuple[str, str], Discrepancy]:
+    def run(self) -> dict[tuple[str, str], ApartTensor]:
         a, b = self.sides["A"], self.sides["B"]
-        for key in {**a.parts, **b.parts}:
+        found_in = ""
+        for key in sorted({**a.parts, **b.parts}, key=lambda key: PHASES.index(key[0])):
             phase, name = key
+            if self.discrepancies and phase != found_in:
+                break  # what comes later follows from this
+            found_in = phase
             if phase in ("forward", "backward") and not all(
                 is_seen(name, compiled=trace.facts["compiled"]) for trace in (a, b)
             ):
@@ -236,7 +243,7 @@ class Screening:
         own: TensorPart | None,
         other: TensorPart | None,
     ) -> None:
-        found = self.discrepancies.setdefault(key, Discrepancy(*key))
+        found = self.discrepancies.setdefault(key, ApartTensor(*key))
         found.excess = max(found.excess, excess)
         if key[0] in ("input", "forward", "loss", "backward") and common.offsets:
             row = common.offsets[0]
@@ -251,9 +258,11 @@ class Screening:
         """By how many bounds they are apart."""
         a = _values(self.sides["A"], own)[common.within(own.box)]
         b = _values(self.sides["B"], other)[common.within(other.box)]
+        if a.dtype != b.dtype or a.dtype != torch.float32:
+            a, b = a.double(), b.double()
         if a.numel() == 0 or torch.equal(a, b):
             return 0.0
-        apart = (a - b).abs_()
+        apart = (a - b).abs_()  # of floats that are close, without a rounding
         largest = float(apart.max())
         if not math.isfinite(largest):
             same = (a == b) | (a.isnan() & b.isnan())
@@ -263,14 +272,15 @@ class Screening:
         element, typical = self._bounds(own, a)
         excess = largest / element if element else math.inf
         if a.numel() >= FEWEST and typical:
-            excess = max(excess, rms(apart) / typical)
+            excess = max(excess, _rms(apart, largest) / typical)
         if excess > SUSPICIOUS and own.phase == "update":
             excess = self._update_excess(own, common, apart, element, typical)
         return excess
 
     def _bounds(self, part: TensorPart, values: Tensor) -> tuple[float, float]:
         """The wider of the two sides', for an element and for the root of the mean square."""
-        magnitude, size = float(values.abs().max()), rms(values)
+        magnitude = float(values.abs().max())
+        size = _rms(values, magnitude)
         element = typical = 0.0
         for side, trace in self.sides.items():
             known = self.noise[side].get(part.key, Noise(0.0, 0.0, 0.0, 0.0))
@@ -303,6 +313,11 @@ class Screening:
         return max(excess, rms(apart) / (typical + rms(allowed)))
 
 
+def _rms(values: Tensor, largest: float) -> float:
+    """Of numbers whose squares may be too small for their dtype."""
+    return largest * rms(values / largest) if largest else 0.0
+
+
 def _holders(trace: StepTrace, key: tuple[str, str]) -> Iterator[TensorPart]:
     """One part for each rectangle."""
     seen: set[Box] = set()
@@ -315,6 +330,6 @@ def _holders(trace: StepTrace, key: tuple[str, str]) -> Iterator[TensorPart]:
 def _values(trace: StepTrace, part: TensorPart) -> Tensor:
     """Of a part, or of the sum that it is a term of."""
     if not part.partial:
-        return trace.read(part)
+        return trace.read(part, wide=False)
     terms = [one for one in trace.parts[part.key] if one.box == part.box]
     return torch.stack([trace.read(one) for one in terms]).sum(0)

@@ -140,15 +140,17 @@ class StepTrace:
                 told["shape"] = tuple(told["shape"])
                 yield TensorPart(**told)
 
-    def read(self, part: TensorPart) -> Tensor:
-        """In float64; integers and truth values too, which it holds exactly up to 2^53."""
+    def read(self, part: TensorPart, *, wide: bool = True) -> Tensor:
+        """In float64, integers and truth values too, which it holds exactly up to 2^53; as it is
+        if not `wide`."""
         dtype = DTYPES[part.dtype]
         if part.box.volume() == 0:
             return torch.empty(part.box.shape, dtype=torch.float64)
         with (self.directory / f"rank_{part.rank}.bin").open("rb") as file:
             file.seek(part.at)
             raw = bytearray(file.read(part.box.volume() * dtype.itemsize))
-        return torch.frombuffer(raw, dtype=dtype).view(part.box.shape).double()
+        values = torch.frombuffer(raw, dtype=dtype).view(part.box.shape)
+        return values.double() if wide else values
 
 
 def record_step(
