@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 SCHEDULERS := .venv-schedulers
 
-.PHONY: quickstart test test-all test-cluster equivalence check format wheel site setup setup-dev setup-peers setup-schedulers \
+.PHONY: quickstart test test-all test-cluster equivalence check format wheel site docs-pictures setup setup-dev setup-peers setup-schedulers \
 	setup-cluster clean
 
 quickstart: setup
@@ -39,9 +39,13 @@ format: setup-dev
 wheel: setup-dev
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-# The pages of docs/ as a site in build/site.
+# The pages of docs/ as a site in build/site. The notice is of mkdocs 2, which is not used.
 site: $(VENV)/.ready-docs
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The pictures of the front page, from what was recorded.
+docs-pictures: setup
+	$(BIN)/python docs/images/draw_pictures.py
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -76,7 +80,7 @@ $(PEERS)/.ready: constraints-peers.txt $(VENV)/.ready-dev
 	touch $@
 
 # Programs that no Python package brings. What cannot be installed is said, and its tests are skipped.
-CLUSTER_PACKAGES := iproute2 ethtool slurm-wlm munge
+CLUSTER_PACKAGES := iproute2 ethtool nftables gcc libc6-dev slurm-wlm munge
 setup-cluster:
 	@missing=$$(for package in $(CLUSTER_PACKAGES); do \
 		dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || echo $$package; done); \

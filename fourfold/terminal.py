@@ -57,7 +57,7 @@ class ProgressBar:
 
     It is there from the first `show` to `close`, drawn by rich. `redraws`: ten times a second, for
     `show` to cost nothing; otherwise by `show` itself. `stays`: its last state is left behind.
-    In a narrow terminal the bar is shorter, and the text whole as long as it fits.
+    In a narrow terminal the bar is shorter, and the text the first of those given that fits.
     """
 
     WIDTH, NARROWEST = 30, 6
@@ -69,13 +69,15 @@ class ProgressBar:
         self._screen: Progress | None = None
         self._column: BarColumn | None = None
 
-    def show(self, share: float, text: str) -> None:
-        """How much is done, from 0 to 1."""
+    def show(self, share: float, *texts: str) -> None:
+        """How much is done, from 0 to 1, and what to say of it, in words from many to few."""
         screen = self._screen or self._open()
         task = screen.task_ids[0]
         assert self._column is not None
-        room = screen.console.width - len(text) - 2  # a blank on each side of the text's column
-        self._column.bar_width = max(self.NARROWEST, min(self.WIDTH, room))
+        width = screen.console.width - 2  # a blank on each side of the text's column
+        fitting = (one for one in texts if width - len(one) >= self.NARROWEST)
+        text = next(fitting, texts[-1])
+        self._column.bar_width = max(self.NARROWEST, min(self.WIDTH, width - len(text)))
         screen.update(task, completed=share, description=text, refresh=not self._redraws)
 
     def print_above(self, line: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 from helpers.clone import Clone, clone_with_a_run
@@ -20,6 +23,7 @@ from fourfold.config import load_config
 from fourfold.errors import ConfigError
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+CHINESE = sorted((ROOT / "docs/zh").glob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").rglob("README*.md"))
 TOP = sorted(ROOT.glob("*.md"))
 WITH_COMMANDS = [page for page in [*DOCS, *EXAMPLES] if blocks_of(page)]
@@ -68,6 +72,7 @@ BEFORE = {
 # Eight ranks, models of 175 billion parameters, vocabularies of 50,304 rows, compiled graphs, or
 # what the README has too: seconds each, not moments.
 SLOW = {
+    "docs/index.md",
     "docs/launching.md",
     "docs/memory.md",
     "docs/mup.md",
@@ -144,7 +149,7 @@ def test_python_on_the_pages_calls_what_there_is(page: Path) -> None:
                 inspect.signature(called).bind(*node.args, **keywords)
 
 
-@pytest.mark.parametrize("page", [*DOCS, *EXAMPLES, *TOP], ids=page_name)
+@pytest.mark.parametrize("page", [*DOCS, *CHINESE, *EXAMPLES, *TOP], ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
     broken = [target for target in relative_links(page) if not leads_somewhere(page, target)]
     assert not broken
@@ -179,7 +184,24 @@ def test_the_site_has_every_page_once() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     pages = list(leaves(config["nav"]))
     # The Chinese README is made a page of the site by docs/.hooks.py.
-    assert sorted(pages) == sorted([*(page.name for page in DOCS), "zh.md"])
+    files = [str(page.relative_to(ROOT / "docs")) for page in [*DOCS, *CHINESE]]
+    assert sorted(pages) == sorted([*files, "zh/index.md"])
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=page_name)
+def test_chinese_pages_have_the_commands_and_headings_of_the_english_ones(page: Path) -> None:
+    english = ROOT / "docs" / page.name
+    kinds = [
+        [(kind, content) for _, kind, content in fences(file.read_text().splitlines())]
+        for file in (page, english)
+    ]
+    assert kinds[0] == kinds[1]
+    levels = [re.findall(r"^#+ ", file.read_text(), re.M) for file in (page, english)]
+    assert levels[0] == levels[1]
+    rows = [re.findall(r"^\|.*\d.*$", file.read_text(), re.M) for file in (page, english)]
+    assert [re.findall(r"[\d.]+", row) for row in rows[0]] == [
+        re.findall(r"[\d.]+", row) for row in rows[1]
+    ]
 
 
 def leaves(nav: Any) -> Any:
@@ -191,18 +213,98 @@ def leaves(nav: Any) -> Any:
             yield from leaves(part)
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="pip install 'fourfold[docs]'")
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    pytest.importorskip("material", reason="pip install 'fourfold[docs]'")
+    directory = tmp_path_factory.mktemp("site")
     result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "quickstart" / "index.html").exists()
-    chinese = (tmp_path / "zh" / "index.html").read_text()
-    assert 'href="../quickstart/"' in chinese and 'src="../images/quickstart.svg"' in chinese
+    return directory
+
+
+def test_pages_of_the_site_need_nothing_from_elsewhere(site: Path) -> None:
+    """Whatever they load or link to on the site is there."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(DOCS)
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r'<(?:script|img|link)\b[^>]*?\b(?:src|href)="([^"]+)"', text)
+        links = re.findall(r'<a\b[^>]*?\bhref="([^"]+)"', text)
+        assert loaded and not [one for one in loaded if re.match(r"(https?:)?//", one)]
+        if page.name == "404.html":  # shown at any address, so its links begin at the root
+            continue
+        for target in [*loaded, *links]:
+            path = re.split(r"[#?]", target)[0]
+            if path and ":" not in path:
+                found = (page.parent / path).resolve()
+                assert found.is_file() or (found / "index.html").is_file(), (page, target)
+
+
+def test_a_reader_changes_the_language(site: Path) -> None:
+    def switch(page: str) -> dict[str, str]:
+        text = (site / page / "index.html").read_text()
+        found = re.findall(r'<a href="([^"]+)" hreflang="(\w+)" class="md-select__link">', text)
+        return {language: target for target, language in found}
+
+    assert switch("") == {"en": "./", "zh": "zh/"}
+    assert switch("quickstart")["zh"] == "../zh/quickstart/"
+    assert switch("zh/quickstart")["en"] == "../../quickstart/"
+    assert switch("serving") == {"en": "./", "zh": "../zh/"}
+    chinese = (site / "zh/index.html").read_text()
+    assert 'href="quickstart/"' in chinese and 'href="../serving/"' in chinese
+    assert 'src="../images/quickstart.svg"' in chinese and '<html lang="zh"' in chinese
+    assert (
+        "简体中文"
+        not in re.findall(
+            r'<nav class="md-tabs".*?</nav>', (site / "index.html").read_text(), re.S
+        )[0]
+    )
+
+
+def test_the_site_links_to_where_the_clone_came_from() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs/.hooks.py"))
+    for origin, address in {
+        "https://host.example/some/one.git": "https://host.example/some/one",
+        "https://me:secret@host.example/one": "https://host.example/one",
+        "git@host.example:some/one.git": "https://host.example/some/one",
+        "ssh://git@host.example:2222/some/one.git": "https://host.example/some/one",
+        "/home/me/one": None,
+        "../one.git": None,
+        "file:///home/me/one": None,
+        "": None,
+    }.items():
+        assert hooks["web_address"](origin) == address
+
+
+@pytest.mark.slow
+def test_pictures_show_what_was_recorded(tmp_path: Path) -> None:
+    script = ROOT / "docs/images/draw_pictures.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) == 5
+    for picture in drawn:
+        texts = [file.read_text() for file in (picture, script.parent / picture.name)]
+        numbers, rest = zip(*(split_numbers(text) for text in texts))
+        assert rest[0] == rest[1], f"{picture.name}: make docs-pictures"
+        np.testing.assert_allclose(*numbers, atol=0.01, err_msg="make docs-pictures")
+
+
+def split_numbers(text: str) -> tuple[list[float], str]:
+    pattern = re.compile(r"(?<![#\w])-?\d+\.\d+")
+    return [float(found) for found in pattern.findall(text)], pattern.sub("?", text)
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/images").glob("*.svg")), ids=page_name)
+def test_pictures_are_whole_and_load_nothing(picture: Path) -> None:
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    text = picture.read_text()
+    assert not re.search(r"""href="(?!#)|url\((?!#)|@import|<script""", text)
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Draw what a command printed as a picture of a terminal.
 
-    fourfold quickstart | tee quickstart.txt
-    python docs/images/draw_terminal.py quickstart.txt "make quickstart" docs/images/quickstart.svg
+    fourfold quickstart | tee docs/images/quickstart_log.txt
+    python docs/images/draw_terminal.py docs/images/quickstart_log.txt "make quickstart" \\
+        docs/images/quickstart.svg
 
 Of a long log the beginning and the end are kept; nothing else is changed.
 """
@@ -18,11 +19,13 @@ from rich.text import Text
 
 WIDTH = 112
 FIRST, LAST = 14, 50  # lines that are kept
+# XML has no place for them, and a log that was cut may have some.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 STAMP = re.compile(r"^\[[^]]+\] \[ +\w+\] - ")
 
 
 def main(log: Path, command: str, picture: Path) -> None:
-    lines = log.read_text().splitlines()
+    lines = CONTROLS.sub("", log.read_text()).splitlines()
     left_out = len(lines) - FIRST - LAST
     if left_out > 0:
         lines = [*lines[:FIRST], f"... {left_out} lines ...", *lines[-LAST:]]

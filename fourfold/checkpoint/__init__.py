@@ -16,7 +16,7 @@ layout that wrote it. `state` is plain JSON: step, samples consumed, loss scale,
 Every size and hash is checked before a byte is used; damage is a `CheckpointError`.
 """
 
-from fourfold.checkpoint.directory import Retention, candidates, named
+from fourfold.checkpoint.directory import Retention, candidates, named, step_of
 from fourfold.checkpoint.disk import (
     check_shared,
     free_bytes,
@@ -58,6 +58,7 @@ __all__ = [
     "room_problem",
     "save",
     "staging_problem",
+    "step_of",
     "tensor_names",
     "verify",
     "write_times",

@@ -65,9 +65,8 @@ def look(output_dir: Path) -> None:
 def look_at(directory: Path) -> None:
     """The same for one checkpoint: its small files are copied here."""
     if storage.address_of(directory) is not None:
-        found = storage.refresh(directory, lambda name: name.endswith(".json"))
-        if MANIFEST not in found:  # put last, removed first
-            storage.drop(directory)
+        # The manifest is put last and removed first.
+        storage.refresh(directory, lambda name: name.endswith(".json"), required=MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,13 @@ def _serial(directory: Path) -> int | None:
         return read_head(directory).serial
     except CheckpointError:
         return None
+
+
+def step_of(directory: Path) -> int:
+    """Of a committed checkpoint, by its name."""
+    found = COMMITTED.fullmatch(directory.name)
+    assert found is not None
+    return int(found[1])
 
 
 def named(ckpt_dir: str, output_dir: Path) -> Path:

@@ -5,6 +5,8 @@
     rank 0 waits for all of these, then moves the directory to a name only it knows
     the others wait until it is gone
 
+Where there is no room for a record, an empty file says so by its name: `rankNNNNN.full-HOST`.
+
 A record appears by rename after the files it lists were synced. From the move on nobody else can
 touch what will be committed: a rank that comes too late finds no directory.
 
@@ -19,9 +21,12 @@ so works from a thread. Loading is a sequence of collective steps.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +47,8 @@ Beat = Callable[[], None]
 
 # How many ranks may ask the file system for news in the same millisecond.
 RANKS_PER_MILLISECOND = 1
+NO_ROOM = "rank{rank:05d}.full-"
+NO_ROOM_NAME = re.compile(r"rank(?P<rank>\d{5,})\.full-(?P<host>.+)")
 
 
 class SaveRendezvous:
@@ -92,6 +99,12 @@ class SaveRendezvous:
         path = self.directory / name
         replace_bytes(path, data, aside=path.with_suffix(".tmp"))
 
+    def report_no_room(self) -> None:
+        """Say that this rank has failed where there is room for no record: a name alone takes
+        none."""
+        name = f"{NO_ROOM.format(rank=self.ranks.rank)}{socket.gethostname()}"
+        (self.directory / name).touch()
+
     def deliver(self, part: Part) -> None:
         """Bring what this rank has written to where it is read; here it is there already."""
 
@@ -128,10 +141,14 @@ class SaveRendezvous:
                 f"no part came from rank {', '.join(map(str, sorted(missing)))} within "
                 f"{self.ranks.timeout_seconds:g} s"
             )
+        problems = self._without_room()
         paths = {
-            rank: self.directory / self._record_name(rank) for rank in range(1, self.ranks.size)
+            rank: self.directory / self._record_name(rank)
+            for rank in range(1, self.ranks.size)
+            if rank not in problems
         }
-        parts, problems = read_parts(paths)
+        parts, told = read_parts(paths)
+        problems |= told
         if own is None:
             problems = {0: problem} | problems
         if problems:
@@ -154,12 +171,21 @@ class SaveRendezvous:
         names = {self._record_name(rank): rank for rank in range(1, self.ranks.size)}
 
         def all_there() -> bool:
-            for name in names.keys() & (self._listed() or ()):
+            listed = self._listed() or set()
+            if any(NO_ROOM_NAME.match(name) for name in listed):
+                listed |= {self._record_name(rank) for rank in self._without_room()}
+            for name in names.keys() & listed:
                 del names[name]
             return not names
 
         self._becomes_true(all_there, self._look_around)
         return set(names.values())
+
+    def _without_room(self) -> dict[int, str]:
+        """The ranks that could not even write why they failed, with that."""
+        found = [match for name in self._listed() or () if (match := NO_ROOM_NAME.match(name))]
+        full = os.strerror(errno.ENOSPC)
+        return {int(m["rank"]): f"{full}, not even to say so (on {m['host']})" for m in found}
 
     def _listed(self) -> set[str] | None:
         """What is in the directory; None if there is no such directory to be seen."""

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 OVERHEAD_BYTES = 1 << 20
 OVERHEAD_BYTES_PER_TENSOR = 1 << 10
 REPORT_AGAIN_SECONDS = 0.1
+NO_ROOM_SECONDS = 2.0
 
 
 def save(
@@ -263,16 +264,21 @@ class _Save:
         meeting.leave()
 
     def _report_failure(self, meeting: SaveRendezvous, problem: str) -> None:
-        """Where there is no room for it, rank 0 may be about to fail too, and to make some; where
-        it cannot be written at all, rank 0 misses us in time."""
-        deadline = time.monotonic() + self.ranks.timeout_seconds / 2
-        while True:
+        """Where there is no room for it, rank 0 may be about to fail too, and to make some. After
+        a moment that is said in short; where not even that can be, rank 0 misses us in time."""
+        moment = min(NO_ROOM_SECONDS, self.ranks.timeout_seconds / 2)
+        deadline = time.monotonic() + moment
+        while time.monotonic() < deadline:
             try:
-                return meeting.report(None, problem)
+                meeting.report(None, problem)
             except OSError as error:
-                if error.errno not in FULL or time.monotonic() > deadline:
-                    return None
+                if error.errno not in FULL:
+                    return
+            else:
+                return
             time.sleep(REPORT_AGAIN_SECONDS)
+        with suppress(OSError):
+            meeting.report_no_room()
 
     def _discard(self, directory: Path) -> None:
         """Remove what this rank has written: on a full disk there must be room to say so."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
+from fourfold.errors import heard_or_not, say
 from fourfold.terminal import ProgressBar, duration, is_terminal
 
 if TYPE_CHECKING:
+    from fourfold.metrics.sinks import StepProgress
     from fourfold.tools.prepare.pipeline import PrepareProgress
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -43,6 +45,58 @@ class ProgressReport:
         print(text, file=sys.stderr, flush=True)
         self._last_line = now
         return True
+
+
+class SupervisorConsole:
+    """What the ranks of a run say, by way of their supervisor: `echo` and `tell` are its own.
+
+    On a terminal lines of steps move a bar in their place, as they do where one process trains;
+    elsewhere every line is printed as it came.
+    """
+
+    def __init__(self, max_steps: int, nproc: int, saved_step: Callable[[], int | None]) -> None:
+        self._max_steps = max_steps
+        self._nproc = nproc
+        self._saved_step = saved_step
+        # Drawn by `echo`, without a thread: ranks are forked from this process.
+        self._bar = ProgressBar(sys.stdout, redraws=False) if is_terminal(sys.stdout) else None
+        self._steps: StepProgress | None = None
+        self._has_steps = False  # since the last start of the ranks
+
+    def echo(self, line: str) -> None:
+        if self._bar is None:
+            say(line, sys.stdout)
+            return
+        from fourfold.metrics.sinks import StepProgress
+        from fourfold.tools.targets import parse_line
+
+        record = parse_line(line)
+        is_step = record is not None and record.kind == "train" and record.loss is not None
+        with heard_or_not(sys.stdout):
+            if not is_step:
+                self._bar.print_above(line)
+            if not self._has_steps:
+                # Time is counted from the last line before the first step.
+                if not is_step or self._steps is None:
+                    start = self._saved_step() or 0
+                    self._steps = StepProgress(self._bar, self._max_steps, start, time.monotonic)
+                self._has_steps = is_step
+            if is_step:
+                assert record is not None and record.loss is not None and self._steps is not None
+                rate = record.tokens_per_device
+                total = None if rate is None else rate * self._nproc
+                self._steps.log(record.step, record.loss, total)
+
+    def tell(self, line: str) -> None:
+        """The supervisor's own words; where it restarts the ranks, their steps begin anew."""
+        self.close()
+        say(line, sys.stderr)
+
+    def close(self) -> None:
+        self._steps, self._has_steps = None, False
+        if self._bar is not None:
+            with heard_or_not(sys.stdout):
+                self._bar.close()
 
 
 @contextmanager

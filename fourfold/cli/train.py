@@ -16,6 +16,7 @@ import typer
 
 from fourfold import storage
 from fourfold.cli.options import ConfigFile, Overrides
+from fourfold.cli.progress import SupervisorConsole
 from fourfold.errors import UserError, say
 from fourfold.processors import threads_of_rank
 from fourfold.signals import answer_with_stacks
@@ -259,6 +260,8 @@ def _fit_in_processes(
     held = claim(output_dir)
     if hang_seconds is None:
         hang_seconds = config.Distributed.timeout_seconds
+    saved_step = partial(_saved_step, output_dir)
+    console = SupervisorConsole(config.Engine.max_steps, nproc, saved_step)
     try:
         return supervise(
             lambda: build_engine(config, nproc, expected, foreign).fit(save=save),
@@ -267,11 +270,15 @@ def _fit_in_processes(
             max_restarts=max_restarts,
             hang_seconds=hang_seconds,
             stop_seconds=hang_seconds,
-            saved_step=lambda: _saved_step(output_dir),
+            saved_step=saved_step,
+            copied_step=lambda: _copied_step(config, output_dir),
             threads=threads_of_rank(nproc, take_turns=take_turns),
             stopped_code=stopped_code,
+            echo=console.echo,
+            tell=console.tell,
         )
     finally:
+        console.close()
         held.release()
 
 
@@ -311,7 +318,16 @@ def _saved_step(output_dir: Path) -> int | None:
         found = checkpoint.candidates(output_dir)
     except OSError:
         return None  # a disk that does not answer; the ranks will say more
-    return int(found[0].name.removeprefix("step_").removesuffix(".old")) if found else None
+    return checkpoint.step_of(found[0]) if found else None
+
+
+def _copied_step(config: Config, output_dir: Path) -> int | None:
+    """The newest step of which something is in the memory of this machine."""
+    if not config.Engine.save_load.memory_copy_steps:
+        return None
+    from fourfold.checkpoint.copy_store import CopyStore
+
+    return CopyStore(output_dir).newest_step()
 
 
 def _train_on_machines(
@@ -361,7 +377,12 @@ def _train_on_machines(
         plan,
         output_dir / "logs",
         WatchLimits(hang_seconds, lost_seconds, hang_seconds),
-        Restarts(max_restarts, FIRST_PAUSE_SECONDS, lambda: _saved_step(output_dir)),
+        Restarts(
+            max_restarts,
+            FIRST_PAUSE_SECONDS,
+            lambda: _saved_step(output_dir),
+            lambda: _copied_step(config, output_dir),
+        ),
         stopped_code=run.stopped_code,
         threads=threads_of_rank(nproc, take_turns=take_turns),
         echo=partial(say, stream=sys.stdout),

@@ -93,6 +93,13 @@ class SaveLoadSection(Section):
         "Write checkpoints in the background: the state is copied to host memory and training "
         "continues. The next save waits for the previous one.",
     )
+    memory_copy_steps: CountOrZero = key(
+        0,
+        "Every this many steps, keep a copy of the state in the memory of the machines (/dev/shm), "
+        "each rank's also on the next machine, so that a run that loses a machine or a process "
+        "continues from there instead of from its last checkpoint; 0 keeps none. Takes four times "
+        "a machine's share of a checkpoint, on a single machine twice.",
+    )
     max_failed_saves: CountOrZero = key(
         3,
         "Stop the run after this many failed saves in a row, each tried three times; 0 never stops "

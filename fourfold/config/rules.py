@@ -21,6 +21,7 @@ def check(config: Config, findings: ConfigFindings) -> None:
     _check_learning_rate(config, findings)
     _check_generation(config, findings)
     _check_profiler(config, findings)
+    _check_copies(config, findings)
 
 
 def _check_model(config: Config, findings: ConfigFindings) -> None:
@@ -251,6 +252,13 @@ def _check_profiler(config: Config, findings: ConfigFindings) -> None:
                 " is not [start, end] with start below end; choose for example [1, 5]",
             ]
         )
+
+
+def _check_copies(config: Config, findings: ConfigFindings) -> None:
+    copies = config.setting("Engine.save_load.memory_copy_steps")
+    resumes = config.setting("Engine.save_load.auto_resume")
+    if copies.value and not resumes.value:
+        findings.problem([copies, " is for a run that resumes; choose True for ", resumes])
 
 
 # -- layouts ------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def facts_of(config: Config) -> dict[str, str]:
         "Fourfold": f"{__version__}, source {source_hash()}",
         "Python": python_version().rpartition(".")[0],
     }
-    return facts | library_versions() | _flat(config.to_dict())
+    return facts | library_versions() | flat_settings(config.to_dict())
 
 
 @cache
@@ -62,12 +62,12 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """`Optimizer.lr.max_lr` -> "0.01", for every key of a configuration."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_settings(value, f"{prefix}{key}.")
         elif key not in LOCAL_KEYS:
             flat[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, default=str)
     return flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from fourfold.engine import resuming, saving
 from fourfold.engine.banner import describe
 from fourfold.engine.findings import PreflightFinding
 from fourfold.engine.lock import Claim
+from fourfold.engine.memory_copies import MemoryCopies, remove_copies
 from fourfold.engine.monitoring import Monitoring, Prediction
 from fourfold.engine.preflight import preflight
 from fourfold.engine.remote_run import RemoteRun
@@ -80,6 +82,7 @@ class Engine:
         self.saves = saving.Saves(config.Engine.save_load.max_failed_saves)
         watched = config.Engine.spikes.action != "none"
         self.spikes = Spikes(self, config.Engine.spikes) if watched else None
+        self.copies: MemoryCopies | None = None
         self.notices = [*config.notices, *data.notices]
 
     # -- the loop ---------------------------------------------------------------------------
@@ -100,9 +103,14 @@ class Engine:
             if save and self.mesh.rank == 0:
                 self.notices += self.data.keep_tokenizer(self.output_dir)
             heartbeat.beat(self.step, "resume")
+            if save:
+                self._open_copies()
             self.resume()
             if save:
                 self.notices += saving.check_room(self)
+            if self.copies is not None:
+                self.notices += self.copies.check_room()
+                self.copies.begin(self.copies.origin)
             found = self._preflight()
             watch = self._open_instruments(closing)
             for finding in found:
@@ -114,12 +122,17 @@ class Engine:
             with listening as stop, saving.finishing(self):
                 if self.spikes is not None:
                     self._watch_spikes(self.spikes, watch, stop, save)
+                if self.copies is not None and self.copies.origin is not None:
+                    # What is left of the one the run began from may be there only once.
+                    self.copies.copy(watch.sinks)
                 reason = self._train(watch, stop, save)
                 watch.compare(self.step)
                 if reason is None:
                     with watch.meter.timed("evaluate", self.step):
                         self.evaluate(watch.sinks, "test", self.config.Engine.test_iters, stop)
                     watch.sinks.notice("The training process is complete.")
+                if self.copies is not None:
+                    self.copies.close(watch.sinks)
                 if self.mesh.rank == 0 and save:
                     self._draw(watch.sinks)
                 if self.remote is not None and (problem := self.remote.close()):
@@ -131,6 +144,12 @@ class Engine:
         stopped = unfinished and reason is not None and reason.startswith("SIG")
         heartbeat.beat(self.step, heartbeat.STOPPED if stopped else heartbeat.FINISHED)
         return stopped
+
+    def _open_copies(self) -> None:
+        if self.config.Engine.save_load.memory_copy_steps:
+            self.copies = MemoryCopies(self)
+        elif self.mesh.rank == 0 or os.environ.get("LOCAL_RANK") == "0":
+            self.notices += remove_copies(self.output_dir)
 
     def _preflight(self) -> list[PreflightFinding]:
         """What is wrong with the ranks, links and disks of this run; the same on all ranks."""
@@ -196,7 +215,8 @@ class Engine:
             last, evaluates, saves, checks = self._due_now(save)
             outcomes, stopping, requested = self._train_step(batch, meter, sinks, stop)
             saves = saves or (save and requested)
-            if last or evaluates or saves or checks or stopping or self.guard.gave_up:
+            copies = self.copies is not None and _due(self.step, self.copies.every)
+            if last or evaluates or saves or copies or checks or stopping or self.guard.gave_up:
                 # What follows speaks of this very step.
                 rest, asked, _ = self._settle(sinks, of_all=True)
                 outcomes, stopping = outcomes + rest, stopping or asked
@@ -217,6 +237,9 @@ class Engine:
                     stopping = self.evaluate(sinks, "eval", engine.eval_iters, stop)
             if saves or (save and stopping):
                 saving.save(self, meter, sinks, stop, final=last or stopping)
+            if self.copies is not None and copies and not (stopping or saving.is_saved(self)):
+                with meter.timed("save", self.step):
+                    self.copies.copy(sinks)
         saving.finish(self)
         if not stopping:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -27,6 +27,7 @@ from fourfold.shards import Shard
 
 if TYPE_CHECKING:
     from fourfold.engine.loop import Engine
+    from fourfold.engine.memory_copies import MemoryCopies
 
 
 class ForeignWeights(Protocol):
@@ -47,7 +48,7 @@ OpenForeign = Callable[[Path], AbstractContextManager[ForeignWeights]]
 class Restored:
     """The state a run continues with besides its tensors, which are filled in place."""
 
-    path: str  # of the checkpoint
+    path: str | None  # of the checkpoint; of a copy in memory, that of the one before it, if any
     notices: list[str]
     is_weights_only: bool = False  # then everything but the weights begins anew
     step: int = 0
@@ -62,11 +63,60 @@ def resume(run: Engine) -> Restored | None:
     Rank 0 decides which: the others may look before or after something changed on the disk.
     """
     checkpoint.check_shared(run.output_dir, run.ranks)
+    if run.copies is not None and (copied := _from_memory(run, run.copies)) is not None:
+        return copied
     chosen = run.mesh.on_all_ranks(lambda: _choose(run) if run.mesh.rank == 0 else None)
     told = run.mesh.broadcast_first(None if chosen is None else json.dumps(asdict(chosen)))
     if told is None:
         return None
     return _restore(run, SavedRun(**json.loads(told)))
+
+
+def _from_memory(run: Engine, copies: MemoryCopies) -> Restored | None:
+    """Fill the run's tensors from copies in memory, if they are newer than its checkpoints."""
+    saved = run.mesh.on_all_ranks(
+        lambda: _newest_saved(run.config, run.output_dir) if run.mesh.rank == 0 else None
+    )
+    told = run.mesh.broadcast_first(None if saved is None else json.dumps(saved))
+    if told is None:
+        return None
+    step, newest = json.loads(told)
+    notices = copies.recover(step, tensors_to_load(run.runner, run.optimizer))
+    if notices is None:
+        return None
+    # With the same settings it has the same tensors.
+    name, has_ema = run.config.Optimizer.name, run.optimizer.ema is not None
+    source = SavedRun(str(copies.store.whole), "copy", name, has_ema)
+    try:
+        restored = _restore(run, source)
+    except CheckpointError as error:
+        copies.origin = None
+        if newest is None:
+            raise  # the weights are no longer those that a run begins with
+        run.notices.append(f"the copies in memory cannot be used: {error}")
+        return None
+    finally:
+        copies.forget()
+    on_disk = "no checkpoint" if newest is None else f"{newest} on the disk"
+    notices.append(f"resumed from copies in memory at step {restored.step}, later than {on_disk}")
+    return replace(restored, path=newest, notices=[*restored.notices, *notices])
+
+
+def _newest_saved(config: Config, output_dir: Path) -> tuple[int, str | None] | None:
+    """Step and name of the run's newest checkpoint, -1 if it has none; None if it is told to begin
+    elsewhere."""
+    save_load = config.Engine.save_load
+    if save_load.ckpt_dir is not None:
+        named = checkpoint.named(save_load.ckpt_dir, output_dir).resolve()
+        if named != output_dir.resolve() and named.is_relative_to(output_dir.resolve()):
+            return None
+    try:
+        found = checkpoint.candidates(output_dir)
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints: {error}") from error
+    if not found:
+        return -1, None
+    return checkpoint.step_of(found[0]), storage.name_of(found[0])
 
 
 def restore_from(run: Engine, directory: Path) -> Restored:
@@ -75,12 +125,11 @@ def restore_from(run: Engine, directory: Path) -> Restored:
 
 
 def _restore(run: Engine, source: SavedRun) -> Restored:
-    restore = {"weights": _take_weights, "foreign": _take_foreign, "run": _continue}[source.kind]
-    restored = restore(run, source)
+    restored = RESTORE[source.kind](run, source)
     sync_tied_copy(run.runner, run.optimizer)
     if run.optimizer.ema is not None and not source.has_ema:
         run.optimizer.ema.restart()
-    run.runner.check_replicas(f"after loading {restored.path}")
+    run.runner.check_replicas(f"after loading {source.where}")
     return restored
 
 
@@ -89,7 +138,8 @@ class SavedRun:
     """The checkpoint that would be resumed, and what its tensors are of."""
 
     where: str
-    kind: Literal["run", "weights", "foreign"] = "run"  # foreign: another program's
+    # foreign: another program's; copy: in memory, on each machine what its ranks need
+    kind: Literal["run", "weights", "foreign", "copy"] = "run"
     optimizer: str = "AdamW"
     has_ema: bool = False
 
@@ -122,9 +172,14 @@ def _describe(where: Path) -> SavedRun:
 def _continue(run: Engine, source: SavedRun) -> Restored:
     tensors, ignored, notices = _continued_tensors(run, source)
     hashes = run.config.Engine.save_load.verify_hashes
-    path, state = checkpoint.resume(
-        source.where, tensors, notices.append, "", run.ranks, hashes, ignored
-    )
+    if source.kind == "copy":
+        # Every file was hashed a moment ago, on each machine.
+        path = Path(source.where)
+        state = checkpoint.load(path, tensors, "", run.ranks, hashes=False, ignored=ignored)
+    else:
+        path, state = checkpoint.resume(
+            source.where, tensors, notices.append, "", run.ranks, hashes, ignored
+        )
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     if consumed != run.batch_schedule.consumed(step):
         notices += run.change_batch(step, consumed)
@@ -136,9 +191,10 @@ def _continue(run: Engine, source: SavedRun) -> Restored:
         run.optimizer.restore_updates(int(state["optimizer_updates"]))
     scale = state["loss_scale"]
     named = storage.name_of(path)
+    resumed = [] if source.kind == "copy" else [f"resumed from {named} at step {step}"]
     return Restored(
         named,
-        [*notices, f"resumed from {named} at step {step}", *about_data],
+        [*notices, *resumed, *about_data],
         step=step,
         skipped_updates=int(state["skipped_updates"]),
         loss_scale=LossScale(**scale) if scale else None,
@@ -229,6 +285,14 @@ def _read_foreign(run: Engine, where: str) -> list[str]:
                 shard.copy_from(tensor)
             heartbeat.alive()
         return [*foreign.notes, *about_data]
+
+
+RESTORE = {
+    "weights": _take_weights,
+    "foreign": _take_foreign,
+    "run": _continue,
+    "copy": _continue,
+}
 
 
 def _source(config: Config, output_dir: Path) -> Path | None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # How long to wait before a save that failed is tried again, and how often.
 RETRY_SECONDS = (2.0, 10.0)
 PAUSE_SECONDS = 0.1
+# What a copy in memory may still take when a run fails, before the supervisor ends this rank.
+LAST_COPY_SECONDS = 1.0
 # For the small files and the directory itself.
 OVERHEAD = 1.01
 
@@ -37,14 +39,16 @@ class Saves:
     most_failed: int  # in a row; 0 is any number
     pending: PendingSave | None = None
     pending_step: int = 0
+    copying: PendingSave | None = None  # to memory (engine/memory_copies.py)
     failed_in_a_row: int = 0
     last_good: str | None = None
 
     def before_update(self) -> None:
         """Copy what a save in progress has not written yet: it reads the tensors where they are,
         which only an update changes. Most of the time there is nothing left to copy."""
-        if self.pending is not None:
-            self.pending.settle()
+        for save in (self.pending, self.copying):
+            if save is not None:
+                save.settle()
 
     def succeeded(self, path: str) -> None:
         self.failed_in_a_row, self.last_good = 0, path
@@ -84,6 +88,11 @@ def save(
         if run.remote is not None:
             run.remote.push_behind()
     return path
+
+
+def is_saved(run: Engine) -> bool:
+    """Whether the current step is on the disk."""
+    return run.saves.pending is None and run.saves.last_good == _name(run, run.step)
 
 
 def _name(run: Engine, step: int) -> str:
@@ -131,6 +140,11 @@ def finishing(run: Engine) -> Iterator[None]:
         if run.saves.pending is not None:
             with suppress(Exception):
                 run.saves.pending.wait(heartbeat.alive)
+        deadline = time.monotonic() + LAST_COPY_SECONDS
+        while run.saves.copying is not None and not run.saves.copying.done:
+            if time.monotonic() > deadline:
+                break  # it may be waiting for a machine that is gone
+            time.sleep(PAUSE_SECONDS / 10)
         raise
 
 

@@ -233,6 +233,8 @@ class Spikes:
         """Back to a checkpoint before the spike, and on without the samples of its steps."""
         run = self.run
         saving.finish(run, watch.sinks)
+        if run.copies is not None:
+            run.copies.finish(watch.sinks)
         run.updates.results(of_all=True)  # of a step that is dropped
         before = spike.step - self.steps_left_out
         restored = resuming.restore_from(run, self._checkpoint_before(before, spike.step))
@@ -263,6 +265,8 @@ class Spikes:
             f"({rewinds} of at most {self.most} times)",
             level="WARNING",
         )
+        if run.copies is not None:
+            run.copies.begin()  # those of the steps that were dropped do not count any more
         # What is left out belongs to the checkpoint: a run resumed from it must know.
         saving.save(run, watch.meter, watch.sinks, stop, final=False)
 

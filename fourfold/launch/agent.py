@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fourfold.errors import USER_ERROR_EXIT, RunError, UserError
 from fourfold.launch.diagnosis import (
@@ -44,6 +45,9 @@ from fourfold.launch.supervisor import FAILED, Echo, Restarts, Watch, tell_of_st
 from fourfold.launch.workers import LOG_NAME, Ending, WorkerGroup, WorkerPlace
 from fourfold.meeting import MEETING
 from fourfold.signals import SupervisorSignals
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 # How long to look for the cause where a rank has only lost its connection.
 SEARCH_SECONDS = 8.0
@@ -106,6 +110,7 @@ class Agent:
         self.tell: Echo = print
         self.host = socket.gethostname()
         self.meeting: Meeting | None = None
+        self._server: TCPStore | None = None
         self._was_stopped = False
 
     def run(self) -> int:
@@ -123,7 +128,10 @@ class Agent:
         """One round; the exit code if it was the last."""
         try:
             if self.meeting is None:
-                self.meeting = Meeting(self.machines, self.host, self.signals, self.tell)
+                self.meeting = Meeting(
+                    self.machines, self.host, self.signals, self.tell, self._server
+                )
+                self._server = self.meeting.server
             joined = self.meeting.join(self.nproc, self.signals, self.limits.lost_seconds)
             if joined is None:
                 return self._stopped_while_waiting()
@@ -160,11 +168,9 @@ class Agent:
         try:
             joined, work = self._plan(joined)
         except UserError as error:
-            meeting.exchange.enter(joined.token, dict)
-            end = meeting.exchange.post_end(RoundEnd([f"fourfold: {error}"], USER_ERROR_EXIT))
-            for line in end.lines:
-                self.tell(line)
-            return end.code
+            return self._cannot_start(
+                meeting, joined, RoundEnd([f"fourfold: {error}"], USER_ERROR_EXIT)
+            )
         if joined.own not in joined.members:
             return self._stand_by(meeting, joined)
         own = joined.own
@@ -179,11 +185,18 @@ class Agent:
         place = WorkerPlace(joined.first_rank, joined.world_size, variables)
         log_name = f"{self.host}/{LOG_NAME}"
         store = self.aside / "store"
-        with meeting.exchange.speaking:
-            workers = WorkerGroup(
-                *(work, self.nproc, joined.number, self.log_dir, store, log_name, self.threads),
-                place=place,
+        try:
+            with meeting.exchange.speaking:
+                workers = WorkerGroup(
+                    *(work, self.nproc, joined.number, self.log_dir, store, log_name, self.threads),
+                    place=place,
+                )
+        except UserError as error:
+            # What was possible before may become so again: a disk that is full, for one.
+            end = RoundEnd(
+                [f"fourfold: {self.host}: {error}"], FAILED if joined.number else USER_ERROR_EXIT
             )
+            return self._cannot_start(meeting, joined, end)
         with workers:
             watch = RoundWatch(self, meeting, joined, workers)
             code = watch.run()
@@ -192,6 +205,14 @@ class Agent:
             return FAILED
         self._was_stopped = watch.stopped
         return code
+
+    def _cannot_start(self, meeting: Meeting, joined: RendezvousRound, end: RoundEnd) -> int:
+        meeting.exchange.enter(joined.token, dict)
+        end = meeting.exchange.post_end(end)
+        for line in end.lines:
+            self.tell(line)
+        meeting.exchange.leave()
+        return end.code
 
     def _plan(self, joined: RendezvousRound) -> tuple[RendezvousRound, Callable[[], object]]:
         """What to run, on as many of the machines as can share it; all decide alike."""
@@ -250,7 +271,8 @@ class RoundWatch(Watch):
         limits = agent.limits
         seconds = (limits.hang_seconds, limits.stop_seconds, limits.grace_seconds)
         super().__init__(workers, agent.signals, agent.echo, agent.tell, *seconds)
-        self.agent, self.joined, self.exchange = agent, joined, meeting.exchange
+        self.agent, self.joined, self.meeting = agent, joined, meeting
+        self.exchange = meeting.exchange
         self.machines = agent.machines
         self.others = {m.index: m.host for m in joined.members if m.index != self.exchange.index}
         self.stopped = False
@@ -297,13 +319,14 @@ class RoundWatch(Watch):
         """Tell why, as everywhere, and end what is left here."""
         if end is not self.exchange.end:
             used = self.agent.restarts.used
-            end = self.exchange.post_end(RoundEnd(end.lines, end.code, used))
+            end = self.exchange.post_end(replace(end, used=used))
         # Where another machine has counted more restarts, so many there were.
         self.agent.restarts.used = max(self.agent.restarts.used, end.used)
         self.workers.kill()
         self.console.show(whole_lines=False)
         for line in end.lines:
             self.tell(line)
+        self.meeting.told_lost(end.lost)
         self.exchange.leave()
         return end.code
 
@@ -368,7 +391,7 @@ class RoundWatch(Watch):
                 f"fourfold: {self.others[index]} ({who}) has not been heard of for {heard:.0f} s, "
                 f"last at {where}: the machine, its network or its `fourfold train` is gone"
             )
-        return RoundEnd(lines)
+        return RoundEnd(lines, lost=tuple(silent))
 
     def _of_hang(self, observed: str) -> RoundEnd:
         self.console.show()

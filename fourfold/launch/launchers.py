@@ -60,23 +60,34 @@ def join_launcher(environment: MutableMapping[str, str]) -> Launcher | None:
     found = started_by(environment)
     if isinstance(found, MachineStart):
         _refuse_to_be_alone(found)
-        return None
-    if found is None:
+    if not isinstance(found, Launcher):
         _refuse_batch_script(environment)
-    else:
-        for name, value in found.variables.items():
-            if name in ("RANK", "WORLD_SIZE") and environment.get(name, value) != value:
-                raise UserError(
-                    f"{found.name} says {name}={value} and the environment has "
-                    f"{name}={environment[name]!r}; unset RANK and WORLD_SIZE"
-                )
-            environment.setdefault(name, value)
+        return None
+    environment.update(_joined(found, environment))
     return found
+
+
+def _joined(found: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch reads. What is set already is the user's, but no rank of its own."""
+    for name in ("RANK", "WORLD_SIZE"):
+        value = found.variables.get(name)
+        if value is not None and environment.get(name, value) != value:
+            raise UserError(
+                f"{found.name} says {name}={value} and the environment has "
+                f"{name}={environment[name]!r}; unset RANK and WORLD_SIZE"
+            )
+    return {name: environment.get(name, value) for name, value in found.variables.items()}
 
 
 def started_by(environment: Mapping[str, str]) -> Launcher | MachineStart | None:
     """Who started this process; None: somebody at a shell. Nothing is set."""
-    return next((found for read in CONVENTIONS if (found := read(environment))), None)
+    found = next((found for read in CONVENTIONS if (found := read(environment))), None)
+    if isinstance(found, MachineStart) and found.most == 1 and (other := skypilot(environment)):
+        raise UserError(
+            f"{other.name} started {other.most} machines, and the PET_ variables say that this is "
+            "the only one; unset those, or SKYPILOT_NUM_NODES to use one machine"
+        )
+    return found
 
 
 def machines_to_start(environment: Mapping[str, str], nproc: int | None) -> MachineStart | None:
@@ -84,7 +95,7 @@ def machines_to_start(environment: Mapping[str, str], nproc: int | None) -> Mach
     machine; None where there is no other machine, or every process was started already."""
     found = started_by(environment)
     if isinstance(found, Launcher) and found.is_one_per_machine and nproc is not None:
-        known = {**found.variables, **environment}
+        known = {**environment, **_joined(found, environment)}
         master = host_and_port(known["MASTER_ADDR"], known["MASTER_PORT"])
         return MachineStart(found.name, str(found.world_size), int(known["RANK"]), master, nproc)
     return found if isinstance(found, MachineStart) else None

@@ -118,11 +118,13 @@ def states_of(board: Board, ranks: Iterable[int]) -> dict[int, RankState]:
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """Why a round ended for all; `used` counts the restarts of whoever says so."""
+    """Why a round ended for all; `used` counts the restarts of whoever says so, and `lost` are the
+    machines that the lines call lost."""
 
     lines: list[str]
     code: int = 1
     used: int = 0
+    lost: tuple[int, ...] = ()
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -132,7 +134,8 @@ def read_end(data: bytes) -> RoundEnd:
     try:
         value = json.loads(data)
         lines = [str(line)[:2000] for line in value["lines"][:200]]
-        return RoundEnd(lines, int(value["code"]), int(value["used"]))
+        lost = tuple(int(index) for index in value["lost"][:1000])
+        return RoundEnd(lines, int(value["code"]), int(value["used"]), lost)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return RoundEnd(["fourfold: another machine ended the round, and did not say why"])
 
@@ -250,7 +253,8 @@ class PeerExchange:
     def are_through(self) -> bool:
         """Whether all others that are heard of have left this round, or wait for none."""
         others = [index for index in [*self.seen] if index != self.index]
-        heard = set(others) - set(self.silent(others, self.suspicious_seconds))
+        # Also of those that had left a round when they were lost, whom `silent` does not count.
+        heard = [i for i in others if self.unheard_seconds(i) <= self.suspicious_seconds]
         reports = [self.seen[index].report for index in heard]
         rounds = (self._own.round, "")
         return all(report.status == ENDED and report.round in rounds for report in reports)
@@ -265,6 +269,10 @@ class PeerExchange:
     def quiet_seconds(self) -> float:
         """How long the store has not answered."""
         return time.monotonic() - self.answered
+
+    def unheard_seconds(self, index: int) -> float:
+        """For how long a process has said nothing, as of the store's last answer."""
+        return self.answered - self.seen[index].heard if index in self.seen else 0.0
 
     def silent(self, others: Iterable[int], seconds: float) -> list[int]:
         """Those of `others` not heard of for so long, though the store answers."""

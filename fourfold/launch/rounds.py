@@ -17,12 +17,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from fourfold.errors import UserError
+from fourfold.launch.diagnosis import ranks
 from fourfold.launch.peers import PeerExchange
 from fourfold.launch.supervisor import Echo
 from fourfold.meeting import Patience, reach, serve
@@ -79,6 +81,10 @@ class MeetingLost(Exception):
     """The place where the machines meet does not answer."""
 
 
+class MemberLost(Exception):
+    """A machine that torch counts among those of a round was lost before it said who it is."""
+
+
 class MeetingClosed(Exception):
     """The others have ended the run; with which exit code, if they say so."""
 
@@ -123,8 +129,15 @@ class Meeting:
     """This machine's connection to the others, until it is lost."""
 
     def __init__(
-        self, machines: Machines, host: str, signals: SupervisorSignals, tell: Echo
+        self,
+        machines: Machines,
+        host: str,
+        signals: SupervisorSignals,
+        tell: Echo,
+        server: TCPStore | None = None,
     ) -> None:
+        """`server` is that of an earlier meeting of this process. A second one beside it would part
+        those that are still connected to the first from all others."""
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
             C10dRendezvousBackend,
         )
@@ -138,7 +151,7 @@ class Meeting:
         # comes later would wait in vain (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines, self.host, self.tell = machines, host, tell
-        self.server = self._serve() if machines.is_host() else None
+        self.server = server or (self._serve() if machines.is_host() else None)
         self.store = self._connect(signals)
         backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
         self.handler = DynamicRendezvousHandler.from_backend(
@@ -158,6 +171,8 @@ class Meeting:
         )
         self.exchange = PeerExchange(self._connect(signals), host, self.handler.num_nodes_waiting)
         self.abandoned = False
+        # The machines of the last round by the number of their speaker, with what to call them.
+        self._last: dict[int, str] = {}
 
     def _serve(self) -> TCPStore | None:
         try:
@@ -187,17 +202,46 @@ class Meeting:
         """Wait for a round to take part in; None if a signal came first."""
         self.exchange.wait_for_round()
         patience, found = Patience(self.tell), Joining(self, nproc)
-        while found.is_alive():
+        while found.is_alive() or isinstance(found.error, MemberLost):
+            if isinstance(found.error, MemberLost):
+                self.tell(f"fourfold: {found.error}")
+                found = Joining(self, nproc)
             signals.wait(0.1)
             if signals.received is not None:
                 return None
             if self.exchange.broken or self.exchange.quiet_seconds() > lost_seconds:
                 raise MeetingLost(self.silence())
+            self._tell_of_lost(self._last, lost_seconds)
             patience.waiting(self._missing())
         if isinstance(found.error, BaseException):
             self._explain(found.error)
         assert found.round is not None
+        here = {member.index for member in found.round.members}
+        self._tell_of_lost(self._last.keys() - here, self.exchange.suspicious_seconds)
+        self._last = {
+            member.index: f"{member.host} ({ranks([*found.round.ranks_of(member.index)])})"
+            for member in found.round.members
+        }
         return found.round
+
+    def told_lost(self, indices: Iterable[int]) -> None:
+        """These were named when the round ended."""
+        for index in indices:
+            self._last.pop(index, None)
+
+    def _tell_of_lost(self, members: Iterable[int], seconds: float) -> None:
+        """Name those that were lost between two rounds, where no rank misses them: a second fault
+        while the run recovers from a first. One that left by itself has said so."""
+        exchange = self.exchange
+        left = exchange.marks.get("leaving", "")
+        for index in [index for index in members if exchange.unheard_seconds(index) > seconds]:
+            named = self._last.pop(index)
+            if not left or not named.startswith(f"{left} ("):
+                self.tell(
+                    f"fourfold: {named} has not been heard of for "
+                    f"{exchange.unheard_seconds(index):.0f} s, last before this round: the machine,"
+                    " its network or its `fourfold train` is gone"
+                )
 
     def silence(self) -> str:
         return (
@@ -299,11 +343,23 @@ class Joining(threading.Thread):
             number = meeting.store.add("fourfold/rounds", 1) - 1
             note |= {"token": secrets.token_hex(8), "number": number}
         found.store.set(f"fourfold/member/{found.rank}", json.dumps(note))
-        notes = [
-            json.loads(found.store.get(f"fourfold/member/{rank}"))
-            for rank in range(found.world_size)
-        ]
+        keys = [f"fourfold/member/{rank}" for rank in range(found.world_size)]
+        self._wait_for_all(found.store, keys)
+        notes = [json.loads(found.store.get(key)) for key in keys]
         names = ("index", "host", "nproc", "order")
         members = [RoundMember(*(note[name] for name in names)) for note in notes]
         members.sort(key=lambda member: (member.order, member.index))
         return RendezvousRound(notes[0]["token"], notes[0]["number"], members, own)
+
+    def _wait_for_all(self, store: Store, keys: list[str]) -> None:
+        """As long as torch takes to miss a machine: the next round then does without it."""
+        deadline = time.monotonic() + KEEP_ALIVE_SECONDS
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = sum(not store.check([key]) for key in keys)
+                are = "was" if missing == 1 else "were"
+                raise MemberLost(
+                    f"{missing} of the {len(keys)} machines of a round {are} lost before it began; "
+                    "the others meet again"
+                )
+            time.sleep(0.1)

@@ -49,6 +49,7 @@ def supervise(
     grace_seconds: float = 10.0,
     first_pause_seconds: float = 1.0,
     saved_step: Callable[[], int | None] | None = None,
+    copied_step: Callable[[], int | None] | None = None,
     log_name: str = LOG_NAME,
     threads: int | None = None,
     stopped_code: int = 0,
@@ -60,7 +61,8 @@ def supervise(
     0 when all ranks succeeded (`stopped_code` after a stop that was saved), 2 after a `UserError`,
     128 + n after a stop by signal n that ranks did not survive, else 1. `saved_step` returns the
     step of the last checkpoint, if there is one:
-    where the run resumes, and whether it made progress. `log_name` is where a rank writes below
+    where the run resumes, and whether it made progress; `copied_step` that of the newest copy in
+    this machine's memory, which may be later. `log_name` is where a rank writes below
     `log_dir`, `threads` those of each rank (default: its share of the processors). `echo` gets the
     lines of rank 0 (default: standard output), and `tell` those of the supervisor itself (default:
     standard error).
@@ -68,7 +70,7 @@ def supervise(
     assert nproc >= 1 and max_restarts >= 0
     echo = echo or partial(say, stream=sys.stdout)
     tell = tell or partial(say, stream=sys.stderr)
-    restarts = Restarts(max_restarts, first_pause_seconds, saved_step)
+    restarts = Restarts(max_restarts, first_pause_seconds, saved_step, copied_step)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as stores, SupervisorSignals() as signals:
         for attempt in count():
             store = Path(stores) / f"store_{attempt}"
@@ -98,13 +100,25 @@ class Restarts:
     """
 
     def __init__(
-        self, most: int, first_pause_seconds: float, saved_step: Callable[[], int | None] | None
+        self,
+        most: int,
+        first_pause_seconds: float,
+        saved_step: Callable[[], int | None] | None,
+        copied_step: Callable[[], int | None] | None = None,
     ) -> None:
         self.most = most
         self.used = 0
         self._first_pause_seconds = first_pause_seconds
-        self._saved_step = saved_step
-        self._step = saved_step() if saved_step else None
+        self._saved_step, self._copied_step = saved_step, copied_step
+        self._steps = self._look()
+
+    def _look(self) -> tuple[int | None, int | None]:
+        """Of the last checkpoint, and of the newest copy if it is later."""
+        saved = self._saved_step() if self._saved_step else None
+        copied = self._copied_step() if self._copied_step else None
+        if copied is not None and copied <= (saved or 0):
+            copied = None
+        return saved, copied
 
     @property
     def pause_seconds(self) -> float:
@@ -113,13 +127,15 @@ class Restarts:
 
     def another(self, tell: Echo) -> bool:
         """Whether to restart once more; announces it if so."""
-        step = self._saved_step() if self._saved_step else None
-        if step != self._step:
-            self.used, self._step = 0, step
+        step, copied = steps = self._look()
+        if steps != self._steps:
+            self.used, self._steps = 0, steps
         if self.used == self.most:
             return False
         self.used += 1
         where = "the beginning" if step is None else f"step {step}"
+        if copied is not None:
+            where += f", or from copies in memory (up to step {copied} here),"
         tell(
             f"fourfold: restarting all ranks{f' from {where}' if self._saved_step else ''} in "
             f"{self.pause_seconds:g} s (restart {self.used} of {self.most})"

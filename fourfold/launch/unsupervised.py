@@ -65,7 +65,7 @@ class Voice:
         self.exchange, self.rank, self.size = exchange, rank, size
         self.host = socket.gethostname()
         self.serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        exchange.listens = False
+        self.is_searching = exchange.listens = False
         exchange.enter("ranks", self._state)
 
     def _state(self) -> dict[int, RankState]:
@@ -74,7 +74,10 @@ class Voice:
             idle = max(0.0, time.monotonic() - last.seconds) if last.seconds else 0.0
             return {self.rank: RankState(last.step, last.phase, idle)}
         self.exchange.has_stacks()
-        return {self.rank: RankState.of(RankStack(self.rank, last, "?", main_frames()))}
+        # One that looks for the cause has waited for others; where it is now says nothing.
+        waits = True if self.is_searching else None
+        stack = RankStack(self.rank, last, "?", main_frames(), waits=waits)
+        return {self.rank: RankState.of(stack)}
 
     def explain(self, error: BaseException) -> str | None:
         """What to say in place of the error, where it is another's; None where it is our own."""
@@ -82,7 +85,7 @@ class Voice:
         if LOST_PEER.search(words[-20_000:]) is None or isinstance(error, UserError):
             self._confess(error)
             return None
-        self.exchange.listens = True
+        self.is_searching = self.exchange.listens = True
         end = self._search()
         if end is None:
             return None

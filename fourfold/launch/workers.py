@@ -13,8 +13,10 @@ signals to the group cannot reach anyone else.
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import fcntl
+import io
 import os
 import shutil
 import signal
@@ -25,13 +27,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fourfold import heartbeat
 from fourfold.errors import USER_ERROR_EXIT, UserError, report, told
 from fourfold.heartbeat import Beat, Board, Failure
 from fourfold.processors import threads_of_rank
 from fourfold.signals import STACKS_SIGNAL, STOP_SIGNALS, answer_with_stacks, forget_answers
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # How long the kernel may take to remove processes that were killed.
 REMOVAL_SECONDS = 5.0
@@ -244,7 +249,7 @@ def _set_up(spec: RankSpec) -> None:
     die_with_parent(spec.supervisor)
     forget_answers()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    _redirect_output(spec.log)
+    _redirect_output(spec.log, shown=spec.rank == 0)
     os.environ.update(spec.environment())
     heartbeat.attach(spec.board, spec.rank)
     heartbeat.beat(0, "start")
@@ -256,7 +261,9 @@ def _set_up(spec: RankSpec) -> None:
         torch.set_num_threads(spec.threads or threads_of_rank(spec.nproc))
 
 
-def _redirect_output(log: RankLog) -> None:
+def _redirect_output(log: RankLog, shown: bool) -> None:
+    # What is shown on the console is read from the log: on a full disk it goes there directly.
+    console = os.dup(1) if shown and _is_open(1) else None
     nothing = os.open(os.devnull, os.O_RDONLY)
     # Moved above 2 first: where the supervisor has a closed stream, either may have its number.
     output = fcntl.fcntl(log.descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -267,11 +274,40 @@ def _redirect_output(log: RankLog) -> None:
     os.close(nothing)
     os.close(output)
     # Line-buffered, so that the output of a rank that is killed is complete.
-    sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
+    sys.stdout, sys.stderr = _lines_to(1, console), _lines_to(2, console)
 
 
-def _lines_to(descriptor: int) -> TextIO:
-    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+def _lines_to(descriptor: int, console: int | None) -> TextIO:
+    raw = LogFile(descriptor, console)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True
+    )
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+class LogFile(io.FileIO):
+    """A log that others see on the console, to which goes what its disk has no room for."""
+
+    def __init__(self, descriptor: int, console: int | None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._console = console
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self._console is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with suppress(OSError):
+                os.write(self._console, data)
+            return memoryview(data).nbytes
 
 
 def _exit_code(work: Callable[[], object], spec: RankSpec) -> int:

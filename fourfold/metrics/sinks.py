@@ -318,19 +318,28 @@ class StepProgress:
         if now - self._last_shown < self.SECONDS_BETWEEN and step < self._max_steps:
             return
         self._last_shown = now
+        self._show(step, loss, statistics.median(self._rates), now)
+
+    def log(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        """A step whose speed is known from elsewhere, such as a line of a log."""
+        self._show(step, loss, tokens_per_second, self._clock())
+
+    def _show(self, step: int, loss: float, rate: float | None, now: float) -> None:
         spent = now - self._start
         # Evaluations and saves are in this mean, so what is left includes theirs.
         each = spent / max(step - self._start_step, 1)
-        texts = [
-            f"step {step:,}/{self._max_steps:,}",
-            f"loss {loss:.3f}",
-            f"{statistics.median(self._rates):,.0f} tokens/s",
-            f"{duration(spent, short=True)}, {self._left(each, step)} left",
-        ]
-        self._bar.show(step / self._max_steps, "  ".join(texts))
-
-    def _left(self, each: float, step: int) -> str:
-        return duration(each * max(self._max_steps - step, 0), short=True)
+        left = f"{duration(each * max(self._max_steps - step, 0), short=True)} left"
+        at = f"{step:,}/{self._max_steps:,}"
+        speed = [] if rate is None else [f"{rate:,.0f} tokens/s"]
+        self._bar.show(
+            step / self._max_steps,
+            "  ".join(
+                [f"step {at}", f"loss {loss:.3f}", *speed, f"{duration(spent, short=True)}, {left}"]
+            ),
+            "  ".join([f"step {at}", f"loss {loss:.3f}", *speed, left]),
+            "  ".join([at, f"loss {loss:.3f}", *speed, left]),
+            "  ".join([at, f"loss {loss:.3f}", left]),
+        )
 
 
 # -- TensorBoard and Weights & Biases -----------------------------------------------------------

@@ -34,6 +34,9 @@ from fourfold.serve.requests import SequenceRequest
 # Tokens of prompts that one step reads: with more the first ones would wait for the prompts of
 # others, with fewer the weights are read more often for the same prompts.
 PROMPT_TOKENS = 64
+# Whoever has just read the end of a text often sends the next prompt at once. A step that begins
+# without it would make it wait for the whole step, so the step waits this long for it.
+NEXT_PROMPT_SECONDS = 0.005
 SHUTTING_DOWN = "the server is shutting down"
 MODEL_FAILED = "the model failed; see the log"
 log = logging.getLogger("fourfold.serve")
@@ -126,6 +129,7 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._writers: dict[int, tuple[CompletionJob, Detokenizer]] = {}  # by the session's names
         self._to_score, self._to_write = FairQueue(), FairQueue()
+        self._has_ended = False  # a text, in the last step
         self._lock = threading.Lock()  # guards the next two
         self._jobs: set[CompletionJob] = set()  # submitted and not over
         self._sequences: Counter[str] = Counter()  # of all jobs, by client
@@ -207,8 +211,9 @@ class Worker:
 
     def _turn(self) -> None:
         idle = not (self._writers or self._to_score or self._to_write)
+        expects_prompt = self._has_ended and not (self._to_score or self._to_write)
         try:
-            self._take_in(wait=idle)
+            self._take_in(None if idle else NEXT_PROMPT_SECONDS if expects_prompt else 0.0)
             self._step()
         except Exception as error:  # the thread must outlive any one request
             self._recover(error)
@@ -227,14 +232,14 @@ class Worker:
             job.put(self._ended())
             self._metrics.cancelled(job.open)
 
-    def _take_in(self, wait: bool) -> None:
-        if wait:
-            self._inbox.get()()
-        while True:
-            try:
+    def _take_in(self, seconds: float | None) -> None:
+        """What has arrived; if nothing has, what does so within `seconds`, or whenever it does."""
+        try:
+            self._inbox.get(timeout=seconds)()
+            while True:
                 self._inbox.get_nowait()()
-            except Empty:
-                return
+        except Empty:
+            return
 
     def _step(self) -> None:
         if self._to_score:
@@ -248,6 +253,7 @@ class Worker:
         if not self._writers:
             return
         tokens = self._session.step()
+        self._has_ended = False
         self._metrics.step(len(tokens))
         for token in tokens:
             if token.sequence not in self._writers:
@@ -257,6 +263,7 @@ class Worker:
             piece = writer.take(token)
             if piece.finish is not None:
                 del self._writers[token.sequence]
+                self._has_ended = True
                 if token.finish is None:
                     self._session.cancel(token.sequence)
             if piece.text or piece.tokens or piece.finish is not None:

@@ -32,6 +32,8 @@ from fourfold.storage.addresses import (
 )
 
 NOTES = ".objects"
+# One process at a time looks at, or removes, the local faces of one directory.
+FACES = "faces"
 # What is at most read into memory at once.
 SMALL_BYTES = 64 << 20
 
@@ -194,13 +196,20 @@ def noted(directory: Path) -> list[str]:
         return []
 
 
-def refresh(directory: Path, is_copied: Callable[[str], bool]) -> dict[str, Object]:
-    """Learn what is below an address now, and copy what `is_copied` names and has changed."""
+def refresh(
+    directory: Path, is_copied: Callable[[str], bool], required: str | None = None
+) -> dict[str, Object]:
+    """Learn what is below an address now, and copy what `is_copied` names and has changed; without
+    an object named `required` nothing of it stays here."""
     address = address_of(directory)
     assert address is not None, directory
-    directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory / "refresh"):
-        return _refresh(directory, address, is_copied)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(directory.parent / FACES):
+        directory.mkdir(exist_ok=True)
+        found = _refresh(directory, address, is_copied)
+        if required is not None and required not in found:
+            shutil.rmtree(directory, ignore_errors=True)
+        return found
 
 
 def _refresh(directory: Path, address: str, is_copied: Callable[[str], bool]) -> dict[str, Object]:
@@ -258,7 +267,9 @@ def forget(directory: Path, ending: str) -> None:
 def drop(directory: Path) -> None:
     """Remove a local face and what is below it; the address is left alone."""
     assert address_of(directory) is not None, directory
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory.parent.is_dir():
+        with _alone(directory.parent / FACES):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -174,6 +175,31 @@ def test_a_failing_rank_is_named_by_rank_0_and_the_others_finish(
     monkeypatch.undo()
     assert save_rows(tmp_path, 2, sample(2), state_of(2), size=3) == [tmp_path / "step_2"] * 3
     assert load_rows(tmp_path, sample(2), size=2)[0][0][1] == state_of(2)
+
+
+def test_a_rank_without_room_for_its_record_is_named_by_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it until the time runs out: it would be an hour."""
+
+    def full(*given: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    real = writing.write_shards
+    monkeypatch.setattr(SaveRendezvous, "report_bytes", full)
+    monkeypatch.setattr(
+        writing, "write_shards", lambda *given: real(*given) if "00000" in given[2] else full()
+    )
+    monkeypatch.setattr(writing, "NO_ROOM_SECONDS", 0.2)
+    results = on_all(
+        rank_groups(3, timeout_seconds=3600.0),
+        lambda ranks: checkpoint.save(tmp_path, 2, rows_of(sample(2), ranks), {}, ranks=ranks),
+    )
+    assert {type(result) for result in results} == {CheckpointError}
+    for rank in (1, 2):
+        assert f"rank {rank}: No space left on device, not even to say so" in str(results[0])
+    assert f"(on {socket.gethostname()})" in str(results[0])
+    assert names(tmp_path) == set()
 
 
 def test_rank_0_failing_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

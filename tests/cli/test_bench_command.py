@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.forked import fourfold
-
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
+from helpers.tiny_run import DATASET, ONE_LAYER
 
 TINY: dict[str, Any] = {
     "Global": {"device": "cpu", "peak_tflops": 0.5},
@@ -25,20 +24,9 @@ TINY: dict[str, Any] = {
     },
     "Data": {
         "batch_size": {"global_batch_size": 8, "micro_batch_size": 2, "rampup": [4, 4, 400]},
-        "dataset": {
-            "input_dir": str(FIXTURE),
-            "split": "90,8,2",
-            "max_seq_len": 16,
-            "eos_token_id": 0,
-        },
+        "dataset": DATASET,
     },
-    "Model": {
-        "vocab_size": 1024,
-        "hidden_size": 16,
-        "num_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-    },
+    "Model": ONE_LAYER,
 }
 
 

@@ -52,8 +52,8 @@ def slow_disk(machines: Machines) -> Path:
     """A library that makes the disk of the process that loads it slow."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("not installed: cc")
-    library = machines.directory / "slow_disk.so"
-    source = Path(__file__).with_name("slow_disk.c")
+    library = machines.directory / "bad_disk.so"
+    source = Path(__file__).with_name("bad_disk.c")
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     return library
 
@@ -118,7 +118,7 @@ def test_a_niced_rank_a_slow_disk_and_nothing_else_are_named_before_the_run(
     odd = {
         # Not 19: on a machine with other work it would hardly get to start.
         1: {"prefix": ["nice", "-n", "5"]},
-        3: {"env": {"LD_PRELOAD": str(slow_disk), "SLOW_DISK": str(control)}},
+        3: {"env": {"LD_PRELOAD": str(slow_disk), "BAD_DISK": str(control)}},
     }
     found = examined(machines, place, odd)
     assert {("priority", "node1"), ("disk", "node3")} <= named(found), found
@@ -214,7 +214,7 @@ def test_a_slow_disk_and_bad_links_are_named_during_the_run(
     machines: Machines, slow_disk: Path, place: Path
 ) -> None:
     control = place / "control"
-    odd = {3: {"env": {"LD_PRELOAD": str(slow_disk), "SLOW_DISK": str(control)}}}
+    odd = {3: {"env": {"LD_PRELOAD": str(slow_disk), "BAD_DISK": str(control)}}}
     with Watched(machines, place, odd) as run:
         control.write_text("1000000 0.5")
         run.until_named("disk", "node3", 3)

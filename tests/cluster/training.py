@@ -16,7 +16,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 from cluster.machines import REPOSITORY, Command, Machines, children, wait_until
@@ -36,7 +39,9 @@ class Training:
         *options: str,
         nproc: int = 1,
         model: dict[str, object] | None = None,
+        preload: Path | None = None,
     ) -> None:
+        self.preload = preload
         self.machines, self.nnodes, self.options, self.nproc = machines, nnodes, options, nproc
         self.run = machines.directory / "run"
         self.reads = machines.directory / "reads"
@@ -54,10 +59,17 @@ class Training:
         words = [sys.executable, RECORDED, self.reads, "train", "-c", self.file]
         place = ["--nnodes", self.nnodes, "--node-rank", str(machine), "--master", "node0:29500"]
         numbers = ["--nproc", str(self.nproc)]
+        variables = {}
+        if self.preload is not None:
+            variables = {"LD_PRELOAD": str(self.preload), "BAD_DISK": str(self.control(machine))}
         self.commands[machine] = self.machines.start(
-            machine, [*words, *place, *numbers, *self.options, *more]
+            machine, [*words, *place, *numbers, *self.options, *more], variables
         )
         return self.commands[machine]
+
+    def control(self, machine: int) -> Path:
+        """Where `bad_disk.c`, if it is preloaded, is told what is wrong with that machine's."""
+        return self.machines.directory / f"disk_of_{self.machines.names[machine]}"
 
     def start_all(self, *more: str) -> None:
         for machine in range(len(self.machines.names)):
@@ -87,16 +99,11 @@ class Training:
         )
 
     def goes_on(self, before: set[str], since: float, seconds: float = PATIENCE) -> float:
-        """Seconds from `since` (wall clock) until ranks of a round not among `before` had made a
-        step: each takes its next batch after one."""
+        """Seconds from `since` (wall clock) until ranks of a round not among `before` had done a
+        step."""
 
         def found() -> list[float]:
-            steps: dict[str, dict[int, float]] = {}
-            for read in self.samples():
-                one = steps.setdefault(str(read["round"]), {})
-                one.setdefault(int(read["step"]), float(read["time"]))  # type: ignore
-            new = [sorted(one.values()) for name, one in steps.items() if name not in before]
-            return [times[1] for times in new if len(times) > 1]
+            return [float(r["time"]) for r in self.done() if r["round"] not in before]  # type: ignore
 
         wait_until(found, seconds, lambda: f"a new round:\n{self.said()}")
         return min(found()) - since
@@ -104,15 +111,60 @@ class Training:
     def seen_rounds(self) -> set[str]:
         return {str(read["round"]) for read in self.samples()}
 
+    def first_steps(self, rounds: set[str]) -> dict[str, int]:
+        """With which step each of these began."""
+        first: dict[str, int] = {}
+        for read in self.samples():
+            if (name := str(read["round"])) in rounds:
+                step = int(read["step"])  # type: ignore[call-overload]
+                first[name] = min(first.get(name, step), step)
+        return first
+
+    def longest_pause(self, since: float) -> float:
+        """Between two steps that were done, in seconds."""
+        times = sorted({float(done["time"]) for done in self.done()})  # type: ignore[arg-type]
+        later = [since, *(moment for moment in times if moment > since)]
+        return max(after - before for before, after in pairwise(later))
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        """Those of this kind since the ranks were last started."""
+        records = self.records()
+        last = max((i for i, r in enumerate(records) if r["kind"] == "run"), default=0)
+        return [record for record in records[last:] if record.get("event") == kind]
+
     def samples(self) -> list[dict[str, object]]:
+        """What was read, by which round, for which step."""
+        return [record for record in self._notes() if "samples" in record]
+
+    def done(self) -> list[dict[str, object]]:
+        """When each rank of each round had done each step."""
+        return [record for record in self._notes() if "done" in record]
+
+    def _notes(self) -> list[dict[str, object]]:
         return [record for file in sorted(self.reads.iterdir()) for record in _records(file)]
 
-    def said(self) -> str:
-        commands = [*self.earlier, *self.commands.values()]
+    def marks(self) -> dict[Command, int]:
+        """How much each command has said by now."""
+        return {command: len(command.output()) for command in self._all_commands()}
+
+    def said(self, marks: Mapping[Command, int] = MappingProxyType({})) -> str:
+        """What all have said, since those marks if there are any, without rank 0's lines."""
         return "\n".join(
-            f"--- {command.machine} ({command.returncode})\n{_own_lines(command)}"
-            for command in commands
+            f"--- {command.machine} ({command.returncode})\n{lines}"
+            for command in self._all_commands()
+            if (lines := _own_lines(command, marks.get(command, 0))) or not marks
         )
+
+    def said_by(self, marks: Mapping[Command, int]) -> dict[str, str]:
+        """The same, by machine."""
+        found: dict[str, str] = {}
+        for command in self._all_commands():
+            lines = _own_lines(command, marks.get(command, 0))
+            found[command.machine] = found.get(command.machine, "") + lines + "\n"
+        return found
+
+    def _all_commands(self) -> list[Command]:
+        return [*self.earlier, *self.commands.values()]
 
     def rank_pids(self, machine: int) -> list[int]:
         """The processes of the ranks of a machine; its reaper comes first."""
@@ -216,15 +268,15 @@ def undisturbed(directory: Path, steps: int) -> tuple[dict[int, float], Counter[
         (int(read["step"]), sample)  # type: ignore[call-overload]
         for file in reads.iterdir()
         for read in _records(file)
-        if int(read["step"]) <= steps  # type: ignore[call-overload]
+        if "samples" in read and int(read["step"]) <= steps  # type: ignore[call-overload]
         for sample in read["samples"]  # type: ignore[attr-defined]
     )
     return losses, taken
 
 
-def _own_lines(command: Command) -> str:
-    """What the agent said, without rank 0's lines."""
-    lines = command.output().splitlines()
+def _own_lines(command: Command, start: int = 0) -> str:
+    """What the agent said from there on, without rank 0's lines."""
+    lines = command.output()[start:].splitlines()
     return "\n".join(line for line in lines if "global step" not in line and " INFO]" not in line)
 
 

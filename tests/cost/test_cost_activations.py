@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.kept_bytes import kept_bytes
+from helpers.kept_bytes import LENGTH, kept_bytes, shape_of
 
 from fourfold.cost.memory import activation_bytes
 from fourfold.cost.workload import Network, Software, Spread
-from fourfold.model import GPT, ModelShape, initialize
+from fourfold.model import GPT, initialize
 from fourfold.model.kernels import usable
 from fourfold.model.layers import LayerNorm
 from fourfold.parallel.recompute import Recompute, apply_recompute
 
-TOKENS, LENGTH = 4 * 128, 128
+TOKENS = 4 * LENGTH
 
 
 def kept_by_a_layer(dropout: float, granularity: str | None) -> int:
     """Bytes autograd keeps for one more layer."""
 
     def kept(layers: int) -> int:
-        model = GPT(shape_of(dropout, layers))
+        model = GPT(shape_of(layers, dropout))
         initialize(model, seed=0)
         if granularity:
             apply_recompute(model, Recompute(granularity))
@@ -29,22 +29,9 @@ def kept_by_a_layer(dropout: float, granularity: str | None) -> int:
     return kept(3) - kept(2)
 
 
-def shape_of(dropout: float, layers: int) -> ModelShape:
-    return ModelShape(
-        vocab_size=64,
-        hidden_size=64,
-        num_layers=layers,
-        num_attention_heads=4,
-        ffn_hidden_size=256,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-
-
 def layer_bytes(dropout: float, mode: str = "none", **layout: object) -> float:
     """What the price says one layer keeps, in fp32 on a CPU."""
-    network = Network.of(shape_of(dropout, 1), LENGTH)
+    network = Network.of(shape_of(1, dropout), LENGTH)
     software = Software(
         compute_bytes=4,
         residual_bytes=4,

@@ -8,7 +8,24 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
+from fourfold.model import ModelShape
 from fourfold.parallel import recompute
+
+LENGTH = 128
+
+
+def shape_of(layers: int, dropout: float) -> ModelShape:
+    """Small, and with the dimensions of GPT's in their usual ratios."""
+    return ModelShape(
+        vocab_size=64,
+        hidden_size=64,
+        num_layers=layers,
+        num_attention_heads=4,
+        ffn_hidden_size=256,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
 
 
 def kept_bytes(model: nn.Module, tokens: Tensor) -> int:

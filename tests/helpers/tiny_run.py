@@ -11,6 +11,16 @@ from fourfold.config import Config
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
 
+DATASET = {"input_dir": str(FIXTURE), "split": "90,8,2", "max_seq_len": 16, "eos_token_id": 0}
+# For tests of what is around a run.
+ONE_LAYER = {
+    "vocab_size": 1024,
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+
 TINY = {
     "Global": {"device": "cpu", "seed": 1024},
     "Engine": {
@@ -25,12 +35,7 @@ TINY = {
     },
     "Data": {
         "batch_size": {"global_batch_size": 8, "local_batch_size": 8, "micro_batch_size": 4},
-        "dataset": {
-            "input_dir": str(FIXTURE),
-            "split": "90,8,2",
-            "max_seq_len": 16,
-            "eos_token_id": 0,
-        },
+        "dataset": DATASET,
     },
     "Model": {
         "vocab_size": 1024,

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.supervised import attempt, exit_status, rank
@@ -36,6 +37,7 @@ class Agents:
     work: Callable[[], None]
     nproc: int = 1
     max_restarts: int = 0
+    pause_seconds: float = 0.1  # before the first restart
     runs_on: tuple[int, ...] = ()  # the numbers of ranks it can run on, if not on any
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class Agents:
                     self._plan,
                     self.directory / "logs",
                     WatchLimits(60.0, LOST_SECONDS, 30.0),
-                    Restarts(self.max_restarts, 0.1, None),
+                    Restarts(self.max_restarts, self.pause_seconds, None),
                     stopped_code=0,
                     echo=lambda line: None,
                     tell=lambda line: print(line, file=told),
@@ -100,7 +102,7 @@ class Agents:
 def agents(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
     made: list[Agents] = []
 
-    def make(nnodes: str, work: Callable[[], None], **options: int) -> Agents:
+    def make(nnodes: str, work: Callable[[], None], **options: Any) -> Agents:
         made.append(Agents(tmp_path, nnodes, work, **options))
         return made[-1]
 
@@ -187,6 +189,25 @@ def test_all_are_restarted_where_one_failed(agents: Callable[..., Agents]) -> No
     assert "restart 1 of 1" in two.told(0) and "restart 1 of 1" in two.told(1)
 
 
+def test_a_log_that_cannot_be_written_is_named_and_tried_again(
+    agents: Callable[..., Agents], tmp_path: Path
+) -> None:
+    """As on a disk that is full when a round begins, and has room when the next one does."""
+
+    def work() -> None:
+        meet()
+        if attempt() == 0 and rank() == 1:
+            (tmp_path / "logs" / HOST / "attempt_1").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    two = agents("2", work, max_restarts=2)
+    two.start(0, 1)
+    assert two.ends() == [0, 0]
+    for node in (0, 1):
+        assert f"{HOST}: cannot write the log" in two.told(node)
+        assert "restart 2 of 2" in two.told(node)
+
+
 def test_a_machine_that_waits_says_for_whom(agents: Callable[..., Agents]) -> None:
     two = agents("2", meet)
     two.start(0)
@@ -232,6 +253,30 @@ def test_a_machine_that_was_lost_comes_back(agents: Callable[..., Agents], tmp_p
     os.kill(two.pids[0], signal.SIGTERM)
     os.kill(two.pids[1], signal.SIGTERM)
     assert two.ends() == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_machine_lost_between_two_rounds_is_named(
+    agents: Callable[..., Agents], tmp_path: Path
+) -> None:
+    """No rank misses it: there are none, because another fault has just ended them."""
+
+    def work() -> None:
+        if attempt() == 0:
+            meet()
+            os.kill(os.getpid(), signal.SIGKILL)
+        training(tmp_path)
+
+    two = agents("1:2", work, max_restarts=3, pause_seconds=3.0)
+    two.start(0, 1)
+    until(lambda: "restarting all ranks" in two.told(1))
+    os.kill(two.pids[1], signal.SIGKILL)
+    os.waitpid(two.pids.pop(1), 0)
+    until((tmp_path / "world_1").exists)
+    assert two.told(0).count(f"{HOST} (rank 1) has not been heard of") == 1
+    assert "last before this round" in two.told(0)
+    os.kill(two.pids[0], signal.SIGTERM)
+    assert two.ends() == [0]
 
 
 @pytest.mark.slow

@@ -242,6 +242,14 @@ ENVIRONMENTS = st.dictionaries(
 WHOLE = st.sampled_from(ALL).flatmap(lambda base: ENVIRONMENTS.map(lambda other: base | other))
 
 
+@pytest.mark.parametrize(
+    "pets", [{"PET_NNODES": "1"}, {"PET_NPROC_PER_NODE": "2"}, {"PET_NODE_RANK": "0"}]
+)
+def test_skypilots_machines_are_not_forgotten_for_torchruns_variables(pets: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="SkyPilot started 2 machines, and the PET_ variables"):
+        machines_to_start(SKYPILOT | pets, None)
+
+
 @given(ENVIRONMENTS | WHOLE)
 def test_any_environment_is_joined_or_refused_and_nothing_set_is_changed(
     environment: dict[str, str],

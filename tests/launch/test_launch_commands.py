@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -11,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.forked import fourfold
+from helpers.forked import fourfold, fourfold_in_a_terminal
+from helpers.tiny_run import DATASET, ONE_LAYER
 
 from fourfold.errors import UserError
 from fourfold.launch.launchers import Nodes, torchrun_command
-
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron_single"
 
 TINY = {
     "Global": {"device": "cpu"},
@@ -31,20 +31,9 @@ TINY = {
     },
     "Data": {
         "batch_size": {"global_batch_size": 4, "micro_batch_size": 2},
-        "dataset": {
-            "input_dir": str(FIXTURE),
-            "split": "90,8,2",
-            "max_seq_len": 16,
-            "eos_token_id": 0,
-        },
+        "dataset": DATASET,
     },
-    "Model": {
-        "vocab_size": 1024,
-        "hidden_size": 16,
-        "num_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-    },
+    "Model": ONE_LAYER,
 }
 
 NODES = ["--nnodes", "1", "--node-rank", "0", "--master", "127.0.0.1:1", "--nproc", "2"]
@@ -219,3 +208,29 @@ def test_a_stop_that_was_saved_ends_with_its_code(words: list[str], code: int, t
     assert command.wait(60) == code
     assert "stopped by SIGUSR1" in console.read_text()
     assert (tiny.parent / "run" / "latest").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("columns", [100, 40])
+def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left(
+    tiny: Path, ranks: int, columns: int
+) -> None:
+    words = ["train", "-c", tiny, *(["--nproc", ranks] if ranks > 1 else [])]
+    ended = fourfold_in_a_terminal(columns, *map(str, words))
+    assert ended.returncode == 0, ended.stdout
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", ended.stdout)
+    assert "global step" not in plain and "training process is complete" in plain
+    bars = [line for line in re.split(r"[\r\n]+", plain) if line.endswith(" left")]
+    assert {found[1] for bar in bars if (found := re.search(r"(\d)/3  loss \d", bar))} >= {"3"}
+    for bar in bars:
+        assert len(bar) <= columns and "\u2501" in bar, bar
+        assert re.search(r"loss \d+\.\d{3}  .*\d left$", bar), bar
+        assert columns < 100 or "tokens/s" in bar, bar
+    assert ended.stdout.rstrip().endswith("\x1b[2K")  # the bar is gone in the end
+
+
+def test_lines_elsewhere_are_those_of_the_log(tiny: Path) -> None:
+    ended = fourfold("train", "-c", tiny, "--nproc", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"^\[.*global step \d, epoch", ended.stdout, re.M)) == 3
+    assert "\x1b" not in ended.stdout + ended.stderr

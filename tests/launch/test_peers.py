@@ -74,8 +74,8 @@ def test_the_first_to_say_why_a_round_ended_is_believed() -> None:
     one, two = PeerExchange(store, "a"), PeerExchange(store, "b")
     for exchange in (one, two):
         exchange.enter("round", dict)
-    assert one.post_end(RoundEnd(["first"], 2, 1)) == RoundEnd(["first"], 2, 1)
-    assert two.post_end(RoundEnd(["second"])) == RoundEnd(["first"], 2, 1)
+    assert one.post_end(RoundEnd(["first"], 2, 1, (7,))) == RoundEnd(["first"], 2, 1, (7,))
+    assert two.post_end(RoundEnd(["second"])) == RoundEnd(["first"], 2, 1, (7,))
     two.enter("next", dict)
     assert two.refresh() and two.end is None
     for exchange in (one, two):

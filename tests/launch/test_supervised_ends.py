@@ -18,6 +18,7 @@ from helpers.tiny_run import start_child
 from fourfold.errors import ConfigError, UserError
 from fourfold.heartbeat import beat
 from fourfold.launch.supervisor import Restarts, supervise
+from fourfold.launch.workers import LogFile
 
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:
@@ -266,3 +267,15 @@ def test_the_warm_process_can_be_forked() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
     assert result.stdout == "1 ''\n"
+
+
+def test_what_the_log_has_no_room_for_is_shown_all_the_same() -> None:
+    theirs, ours = os.pipe()
+    with open("/dev/full", "wb", buffering=0) as full:
+        log = LogFile(full.fileno(), ours)
+        assert log.write(b"the disk is full\n") == 17
+        with pytest.raises(OSError, match="No space left"):
+            LogFile(full.fileno(), None).write(b"nobody is shown this")
+    assert os.read(theirs, 100) == b"the disk is full\n"
+    os.close(theirs)
+    os.close(ours)

@@ -132,16 +132,18 @@ def test_a_terminal_shows_colour_and_progress(
     assert "step 14/3,614  loss 9.600  2,048 tokens/s  0:40, 10:00:00 left" in plain
 
 
-def test_a_narrow_terminal_has_a_shorter_bar_and_the_whole_text(
+def test_a_narrow_terminal_has_a_shorter_bar_and_fewer_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for columns in (72, 80, 120):
+    for columns in (36, 40, 50, 60, 72, 80, 120):
         text = terminal_text(
             monkeypatch, columns, lambda sinks: sinks.end_step(11, 9.9, 2048), iter([0.0, 1.0])
         )
-        drawn = next(line for line in re.split(r"[\r\n]", text) if "step 11" in line)
+        drawn = next(line for line in re.split(r"[\r\n]", text) if "11/3,614" in line)
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
         assert plain.rstrip().endswith("1:00:03 left") and len(plain.rstrip()) <= columns
+        assert "loss 9.900" in plain and ("tokens/s" in plain) == (columns > 50)
+        assert ("0:01, " in plain) == (columns >= 72)
 
 
 def test_the_bar_is_drawn_ten_times_a_second_at_most_and_at_the_end(

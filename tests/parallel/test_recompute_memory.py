@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.kept_bytes import LENGTH, shape_of
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from fourfold.cost.memory import memory_of
 from fourfold.cost.workload import Network, Software, Spread
-from fourfold.model import GPT, ModelShape, initialize
+from fourfold.model import GPT, initialize
 from fourfold.model.kernels import usable
 from fourfold.parallel.recompute import (
     HostCopies,
@@ -23,21 +24,8 @@ from fourfold.parallel.recompute import (
     remake_cheap_outputs,
 )
 
-BATCH, LENGTH = 4, 128
+BATCH = 4
 COMPILED = usable(torch.device("cpu"), torch.float32)
-
-
-def shape_of(layers: int, dropout: float) -> ModelShape:
-    return ModelShape(
-        vocab_size=64,
-        hidden_size=64,
-        num_layers=layers,
-        num_attention_heads=4,
-        ffn_hidden_size=256,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
 
 
 def measured(

@@ -16,6 +16,7 @@ import yaml
 from helpers.ranks import on_ranks
 
 from fourfold import checkpoint
+from fourfold.checkpoint import copy_store
 from fourfold.config import Config, load_config
 from fourfold.config.engine_section import SpikesSection
 from fourfold.data.provenance import pieces_of
@@ -257,6 +258,42 @@ def test_a_killed_run_knows_what_it_left_out(tmp_path: Path) -> None:
     assert state["left_out"] == [[min(rewind["sample_ids"]), max(rewind["sample_ids"]) + 1]]
     fit(make("stopped", 1, *keys))
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_copies_in_memory_know_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed some steps after it went back, and before it saved: the copies of the steps that it
+    dropped do not count, those it made since do."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(copy_store, "MEMORY", memory)
+    number = readable_document(tmp_path, 3)
+    data = write_data(tmp_path / "data", 3, (number, "repeated"))
+    keys = ["Engine.spikes.action=rewind", "Engine.save_load.memory_copy_steps=1"]
+    make = partial(config_of, tmp_path, data)
+    fit(make("straight", 1, *keys))
+    (rewind, *_) = events(tmp_path / "straight", "rewind")
+    engine = build_engine(make("killed", 1, *keys))
+    compute = engine.runner.run
+
+    def run(batch: Any, step: int, scale: Any) -> Any:
+        spikes = engine.spikes
+        if spikes is not None and spikes.rewinds and step == rewind["step"] + 3:
+            assert engine.saves.copying is not None
+            engine.saves.copying.wait()
+            raise KeyboardInterrupt
+        return compute(batch, step, scale)
+
+    engine.runner.run = run  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.fit()
+    again = build_engine(make("killed", 1, *keys))
+    again.fit()
+    resumed = f"resumed from copies in memory at step {rewind['step'] + 2}"
+    assert any(resumed in notice for notice in again.notices), again.notices
+    assert_same_run(tmp_path / "straight", tmp_path / "killed")
 
 
 def test_a_skipped_update_leaves_the_weights(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.browser import browser, page  # noqa: F401
 from helpers.served import Served, make_untrained, serving
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,21 @@ def test_copies_are_taken_again_when_the_object_changes(address: str) -> None:
     storage.refresh(face, lambda name: name.endswith(".json"))
     assert (face / "a.json").read_bytes() == b"new!"
     assert storage.status(face / "b.bin") is None
+
+
+def test_processes_look_at_what_is_not_complete_at_the_same_time(address: str) -> None:
+    """None of them finds what another is just removing."""
+    for number in range(5):
+        storage.write(f"{address}/step_1/{number}.json", b"{}")
+    face = storage.local_path(f"{address}/step_1")
+
+    def look(_: int) -> None:
+        found = storage.refresh(face, lambda name: name.endswith(".json"), required="last.json")
+        assert len(found) == 5
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(look, range(40)))
+    assert not face.exists()
+    storage.write(f"{address}/step_1/last.json", b"{}")
+    storage.refresh(face, lambda name: name.endswith(".json"), required="last.json")
+    assert (face / "last.json").exists()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.browser import picture
 from helpers.forked import fourfold
 from helpers.made_up_runs import DOCUMENTS, MadeUpRun, whole_run
 
@@ -26,7 +25,6 @@ from fourfold.watch import open_runs, show_table, write_report
 from fourfold.watch.reading import PAGE
 from fourfold.watch.server import Following, create_app
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--\u2028 & \x1b[31m"
 TOKEN = "a-token-of-some-length"
 
@@ -189,50 +187,6 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
 
 
 # -- in a browser -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    with playwright.sync_playwright() as driver:
-        program = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield program
-        program.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A page that must not complain about anything."""
-    opened = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
-    opened.set_default_timeout(60_000)
-    complaints: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("dialog", lambda dialog: complaints.append(dialog.message))
-    yield opened
-    opened.close()
-    assert [one for one in complaints if "status of 40" not in one] == []
-
-
-def picture(page: Any, name: str) -> None:
-    """At three sizes, dark and light; kept where FOURFOLD_PICTURES names a directory."""
-    for size, (width, height) in {
-        "phone": (390, 844),
-        "laptop": (1280, 800),
-        "wide": (1920, 1080),
-    }.items():
-        page.set_viewport_size({"width": width, "height": height})
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            page.locator(f"html[data-theme={scheme}]").wait_for(state="attached")
-            # Nothing sticks out at the side.
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-            if directory := os.environ.get("FOURFOLD_PICTURES"):
-                file = Path(directory) / f"{name}_{size}_{scheme}.png"
-                page.screenshot(path=file, full_page=True)
 
 
 def test_the_page_of_a_run_that_crashed_and_spiked(tmp_path: Path, page: Any) -> None:
