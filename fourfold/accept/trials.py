@@ -63,6 +63,18 @@ class Finished:
         return self.directory / f"step_{step}"
 
 
+def write_tokens(folder: Path) -> None:
+    """Documents whose tokens depend on those before them, so that there is a loss to lower."""
+    if folder.exists():
+        return
+    folder.mkdir()
+    drawn = np.random.default_rng(7).integers(1, 40, TOKENS)
+    tokens = (np.cumsum(drawn) * 7 % (VOCABULARY - 1) + 1).astype(np.uint16)
+    lengths = np.full(TOKENS // 200, 200, np.int32)
+    np.save(folder / "trial_ids.npy", tokens)
+    np.savez(folder / "trial_idx.npz", lens=lengths, docs=np.arange(len(lengths) + 1))
+
+
 class Ground:
     """A directory in which trials run, with data of its own."""
 
@@ -71,22 +83,11 @@ class Ground:
         self.device = device
         self.data = folder / "data"
         self.finished: dict[str, Finished] = {}
-        self._write_tokens()
+        write_tokens(self.data)
         # Every run ends with a picture; imported here, matplotlib is there in all of them.
         new_figure(1, 1)
         self.file = folder / "trial.yaml"
         self.file.write_text(yaml.safe_dump(self._base()))
-
-    def _write_tokens(self) -> None:
-        """Documents whose tokens depend on those before them, so that there is a loss to lower."""
-        if self.data.exists():
-            return
-        self.data.mkdir()
-        drawn = np.random.default_rng(7).integers(1, 40, TOKENS)
-        tokens = (np.cumsum(drawn) * 7 % (VOCABULARY - 1) + 1).astype(np.uint16)
-        lengths = np.full(TOKENS // 200, 200, np.int32)
-        np.save(self.data / "trial_ids.npy", tokens)
-        np.savez(self.data / "trial_idx.npz", lens=lengths, docs=np.arange(len(lengths) + 1))
 
     def _base(self) -> dict[str, Any]:
         return {

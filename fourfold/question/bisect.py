@@ -10,7 +10,7 @@ number is not finite and the reference's is. What the batch and the update rule 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class Verdict:
     tensors: int
     margin: float  # the largest excess among what is right
     extra: dict[str, list[str]]  # tensors that the reference does not have, by side
+    cost: dict[str, float] = field(default_factory=dict)  # seconds of what was computed
 
     @property
     def first(self) -> TensorFinding | None:
@@ -88,6 +89,7 @@ class Verdict:
             "extra": self.extra,
             "tensors": self.tensors,
             "margin": self.margin,
+            "cost": self.cost,
             **self.facts,
         }
 
@@ -97,16 +99,23 @@ def _told(finding: TensorFinding) -> dict[str, Any]:
 
 
 def compare(
-    sides: Mapping[str, StepTrace], reference: StepTrace, rounded: Mapping[float, StepTrace]
+    sides: Mapping[str, StepTrace],
+    reference: StepTrace,
+    rounded: Mapping[float, StepTrace | Measured],
+    phases: Sequence[str] = PHASES,
 ) -> Verdict:
-    """Read all tensors in the order of computation. `rounded` are runs of the reference by the unit
-    roundoff they were made with, one for each precision of the sides."""
-    noise = {size: measure_noise(reference, trace) for size, trace in rounded.items()}
+    """Read all tensors of these `phases` in the order of computation. `rounded` are runs of the
+    reference by the unit roundoff they were made with, one for each precision of the sides, or what
+    was measured by them."""
+    noise = {
+        size: measure_noise(reference, one) if isinstance(one, StepTrace) else one
+        for size, one in rounded.items()
+    }
     looks = {
         side: _Look(trace, reference, noise[roundoff_of(trace.facts)])
         for side, trace in sides.items()
     }
-    order = [part for parts in reference.parts.values() for part in parts]
+    order = [part for parts in reference.parts.values() for part in parts if part.phase in phases]
     order.sort(key=lambda part: (PHASES.index(part.phase), max(part.micro_batch, 0), part.at))
     findings, margin = [], 0.0
     for part in order:
@@ -119,7 +128,9 @@ def compare(
             margin = max(margin, *(one.excess for one in seen.values()))
     facts = {side: trace.facts for side, trace in sides.items()}
     extra = {
-        side: [" ".join(key) for key in trace.parts if key not in reference.parts]
+        side: [
+            " ".join(key) for key in trace.parts if key[0] in phases and key not in reference.parts
+        ]
         for side, trace in sides.items()
     }
     return Verdict({**facts, "reference": reference.facts}, findings, len(order), margin, extra)
@@ -257,11 +268,13 @@ def verdict_lines(told: Mapping[str, Any]) -> Iterator[str]:
             f"{side}: step {facts['step']} on {facts['layout']}, {facts['dtype']}{level}, "
             f"torch {facts['torch']}; loss {facts['loss']}, gradient norm {facts['grad_norm']}"
         )
-    yield "reference: one process in float64; loss {loss}".format(**told["reference"])
+    yield _reference_line(told["reference"])
+    if told["cost"]:
+        yield _cost_line(told["cost"])
     if told["equal"]:
         yield (
-            f"equal: {told['tensors']:,} tensors, none further from the reference than "
-            f"{told['margin']:.2g} of what rounding explains"
+            f"equal: {told['tensors']:,} tensors, none further apart than {told['margin']:.2g} of "
+            "what rounding explains"
         )
         return
     for side, names in told["extra"].items():
@@ -283,6 +296,22 @@ def verdict_lines(told: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {line}" for line in table_lines(rows))
     if len(told["different"]) > SHOWN:
         yield f"  and {len(told['different']) - SHOWN} more"
+
+
+def _reference_line(facts: Mapping[str, Any]) -> str:
+    first, rows = facts["rows"]
+    if rows == facts["batch"]:
+        return f"reference: one process in float64; loss {facts['loss']}"
+    which = f"sample {first}" if rows == 1 else f"samples {first} to {first + rows - 1}"
+    return f"reference: one process in float64, {which} of {facts['batch']}"
+
+
+def _cost_line(cost: Mapping[str, float]) -> str:
+    """In steps of A: what the step took there with every tensor written down."""
+    whole = sum(cost.values())
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cost.items())
+    steps = f", {whole / cost['A']:.1f} times A's step" if cost["A"] else ""
+    return f"time: {whole:.2f} s{steps} ({parts})"
 
 
 def _side_lines(first: Mapping[str, Any]) -> Iterator[str]:

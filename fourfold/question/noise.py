@@ -84,16 +84,38 @@ def record_reference(
     step: int | None,
     roundoff: float | None = None,
     open_foreign: OpenForeign | None = None,
+    row: int | None = None,
 ) -> dict[str, Any] | None:
-    """Compute and write down the step in float64; with `roundoff` under errors of that size."""
+    """Compute and write down the step in float64; with `roundoff` under errors of that size, with
+    `row` only up to the gradients of the micro-batch in which that row is."""
     before = torch.get_default_dtype()
     try:
         around = None if roundoff is None else partial(rounding, roundoff=roundoff)
         return record_step(
-            config, 1, directory, step, around=around, prepare=widen, open_foreign=open_foreign
+            config,
+            1,
+            directory,
+            step,
+            around=around,
+            prepare=widen if row is None else widen_without_optimizer,
+            open_foreign=open_foreign,
+            row=row,
         )
     finally:
         torch.set_default_dtype(before)
+
+
+def widen_without_optimizer(engine: Engine) -> None:
+    """Compute gradients in float64 and no update: weights and gradients of 8 bytes each take what
+    a step in float32 takes with its moments."""
+    torch.set_default_dtype(torch.float64)
+    for group in engine.optimizer.groups:
+        group.exp_avg, group.exp_avg_sq = [], []
+    if engine.optimizer.muon is not None:
+        engine.optimizer.muon.momentum.clear()
+    engine.optimizer.ema = None
+    for parameter in engine.runner.parameters.values():
+        parameter.data = parameter.data.double()
 
 
 def widen(engine: Engine) -> None:
@@ -229,6 +251,8 @@ def measure_noise(reference: StepTrace, rounded: StepTrace) -> Measured:
         (("norm", "loss"), found["loss", "token losses"].largest),
         (("norm", "gradient norm"), math.sqrt(gradient)),
     ):
+        if key not in found:  # a sample of the batch
+            continue
         found[key] = Noise(most, most, found[key].magnitude, found[key].size)
     return found
 

@@ -19,9 +19,10 @@ from typing import Any
 from fourfold.config import Config, load_config
 from fourfold.errors import RunError, UserError
 from fourfold.parallel import layout_of
-from fourfold.question.bisect import SIDES, Verdict, compare
+from fourfold.question.bisect import SIDES, Verdict
 from fourfold.question.history import on_ranks, scratch_directory
-from fourfold.question.noise import OF_REFERENCE, record_reference, roundoff_of
+from fourfold.question.noise import OF_REFERENCE, record_reference
+from fourfold.question.screening import judge
 from fourfold.question.step_trace import StepTrace, record_step
 
 # A question, not a run: nothing is followed, logged or served.
@@ -69,12 +70,7 @@ class Bisection:
                     f"the sides begin differently: A computed step {traces['A'].facts['step']}, B "
                     f"step {traces['B'].facts['step']}; name one checkpoint with --from"
                 )
-            reference = self._reference(folder / "reference", None)
-            rounded = {
-                roundoff: self._reference(folder / f"rounded_to_{roundoff:g}", roundoff)
-                for roundoff in {roundoff_of(trace.facts) for trace in traces.values()}
-            }
-            return compare(traces, reference, rounded)
+            return judge(traces, partial(self._reference, folder))
 
     def check(self, side: Side) -> None:
         """Refuse what has no reference: masks that another layout or precision draws otherwise."""
@@ -132,21 +128,27 @@ class Bisection:
         facts: dict[str, Any] = json.loads(done.stdout)
         return facts
 
-    def _reference(self, directory: Path, roundoff: float | None) -> StepTrace:
+    def _reference(self, folder: Path, roundoff: float | None, row: int | None) -> StepTrace:
         """One process with the settings of A that change the numbers."""
         side = self.sides[0]
-        sizes = load_config(side.file, list(side.overrides)).Data.batch_size
+        name = "reference" if roundoff is None else f"rounded_to_{roundoff:g}"
+        directory = folder / (name if row is None else f"{name}_row_{row}")
+        own = load_config(side.file, list(side.overrides))
+        sizes = own.Data.batch_size
+        # A sample is a row, except where masks are drawn for a micro-batch.
+        alone = row is not None and own.Model.hidden_dropout_prob == 0
+        micro_batch_size = 1 if alone else sizes.micro_batch_size
         with scratch_directory() as scratch:
             given = [
                 *self._overrides(side, scratch),
                 *OF_REFERENCE,
                 f"Data.batch_size.global_batch_size={sizes.global_batch_size}",
-                f"Data.batch_size.micro_batch_size={sizes.micro_batch_size}",
+                f"Data.batch_size.micro_batch_size={micro_batch_size}",
             ]
             config = load_config(side.file, given, 1)
             opened = None if self.open_foreign is None else partial(self.open_foreign, config)
             directory.mkdir(parents=True, exist_ok=True)
-            record_reference(config, directory, self.step, roundoff, opened)
+            record_reference(config, directory, self.step, roundoff, opened, row)
         return StepTrace(directory)
 
 

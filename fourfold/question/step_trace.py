@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,15 +140,17 @@ class StepTrace:
                 told["shape"] = tuple(told["shape"])
                 yield TensorPart(**told)
 
-    def read(self, part: TensorPart) -> Tensor:
-        """In float64; integers and truth values too, which it holds exactly up to 2^53."""
+    def read(self, part: TensorPart, *, wide: bool = True) -> Tensor:
+        """In float64, integers and truth values too, which it holds exactly up to 2^53; as it is
+        if not `wide`."""
         dtype = DTYPES[part.dtype]
         if part.box.volume() == 0:
             return torch.empty(part.box.shape, dtype=torch.float64)
         with (self.directory / f"rank_{part.rank}.bin").open("rb") as file:
             file.seek(part.at)
             raw = bytearray(file.read(part.box.volume() * dtype.itemsize))
-        return torch.frombuffer(raw, dtype=dtype).view(part.box.shape).double()
+        values = torch.frombuffer(raw, dtype=dtype).view(part.box.shape)
+        return values.double() if wide else values
 
 
 def record_step(
@@ -157,11 +162,14 @@ def record_step(
     around: Around | None = None,
     prepare: Callable[[Engine], None] | None = None,
     open_foreign: OpenForeign | None = None,
+    row: int | None = None,
 ) -> dict[str, Any] | None:
     """Compute `step` (the next one by default) on this rank of `world_size`, and write it down.
 
     It is computed from where `config` says the run begins. `around` is a context for each step,
-    `prepare` is called before the first. Returns the facts of the trace on rank 0.
+    `prepare` is called before the first. With `row`, in one process, the step is computed for the
+    micro-batch of that row of the batch alone, and there is no update. Returns the facts of the
+    trace on rank 0.
     """
     from fourfold.engine import build_engine
 
@@ -186,12 +194,22 @@ def record_step(
     with ExitStack() as stack:
         if around is not None:
             stack.enter_context(around(engine))
-        result = _watched(engine, recorder)
+        started = time.monotonic()
+        result = _watched(engine, recorder, row)
+        seconds = time.monotonic() - started
     recorder.close()
-    facts = {**_facts(engine, result), "begun": begun}
+    # All have written then.
+    peaks = engine.mesh.gather(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    facts = {
+        **_facts(engine, result),
+        "begun": begun,
+        "seconds": seconds,
+        "peak_bytes": sum(map(int, peaks)),
+        **_rows_facts(engine, row),
+    }
     if engine.mesh.rank == 0:
         (directory / FACTS).write_text(json.dumps(facts))
-    engine.mesh.gather("")  # all have written
+    engine.mesh.gather("")
     engine.data.close()
     if engine.claim is not None:
         engine.claim.release()
@@ -216,6 +234,13 @@ def _facts(engine: Engine, result: StepResult) -> dict[str, Any]:
         "grad_norm": repr(result.norm),
         "applied": result.applied,
     }
+
+
+def _rows_facts(engine: Engine, row: int | None) -> dict[str, Any]:
+    """The first row and the number of rows that were computed, and the batch's."""
+    total, size = engine.config.Data.batch_size.global_batch_size, engine.runner.micro_batch_size
+    rows = [0, total] if row is None else [row // size * size, size]
+    return {"rows": rows, "batch": total}
 
 
 @dataclass(frozen=True)
@@ -247,7 +272,7 @@ def is_seen(name: str, *, compiled: bool) -> bool:
     return not (compiled and name.startswith("layers.") and name.count(".") > 1)
 
 
-def _watched(engine: Engine, recorder: StepRecorder) -> StepResult:
+def _watched(engine: Engine, recorder: StepRecorder, row: int | None) -> StepResult:
     runner, step = engine.runner, engine.step + 1
     batch = engine.data.loaders["train"].batch(engine.step)
     rows = Rows.of(engine, batch)
@@ -277,10 +302,16 @@ def _watched(engine: Engine, recorder: StepRecorder) -> StepResult:
     wanted = partial(is_seen, compiled=compiled)
     with losses.attached(), watch_modules(runner, step, len(batch.tokens), take, wanted):
         losses.begin(step, batch)
-        result = engine.advance(look)
+        if row is None:
+            result = engine.advance(look)
+        else:
+            result = _part_of_step(engine, batch, row, look)
+            rows = replace(rows, first=row // rows.size * rows.size)
     table = losses.table(step, batch.tokens.shape[1])
     if table is not None:
         recorder.write("loss", "token losses", table, *_batch_place(rows, table))
+    if row is not None:
+        return result
     for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
         recorder.write("norm", name, torch.tensor([value], dtype=torch.float64))
     if rates:
@@ -288,6 +319,27 @@ def _watched(engine: Engine, recorder: StepRecorder) -> StepResult:
             recorder.write("rule", name, torch.tensor(rule, dtype=torch.float64))
     _write_weights(engine, recorder, "update")
     return result
+
+
+def _part_of_step(
+    engine: Engine, batch: Batch, row: int, look: Callable[[Batch, float], None]
+) -> StepResult:
+    """Forward and backward of one micro-batch in one process, as it is in the whole batch."""
+    from fourfold.engine.updates import StepResult
+
+    runner, step = engine.runner, engine.step + 1
+    for part in runner.parts:
+        part.train()
+    number = row // runner.micro_batch_size
+    seeds = runner.dropout_seeds(step, -(-len(batch.tokens) // runner.micro_batch_size))
+    micro_batches = runner._micro_batches(batch, runner.micro_batch_size)
+    tokens, arguments = next(islice(micro_batches, number, None))
+    scale = 1 / batch.global_valid_tokens
+    loss = runner.parts[0](tokens, **arguments, loss_scale=scale, dropout_seed=seeds[number])
+    loss.backward()
+    runner.reduce_gradients()
+    look(batch, 1.0)
+    return StepResult(step, float(loss.detach()), math.nan, 1.0, False)
 
 
 def _is_shared(engine: Engine, name: str) -> bool:

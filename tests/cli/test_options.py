@@ -200,6 +200,7 @@ ROWS: dict[str, Row] = {
         "... --all-ranks",
         "of which 4 run",
     ),
+    "rehearse --processes": Row(f"{REHEARSE} --world 2", "... --processes", "equal to one process"),
     "rehearse --json": Row(REHEARSE, "... --json", '"findings"'),
     # replay, prove, bisect, diff
     "replay run": Row("replay --step 1", "... new", "step 1", before=TRAIN, slow=True),
