@@ -249,7 +249,8 @@ def open_sinks(
             f"{directory}: metrics cannot be written there ({error.strerror}); choose an output "
             "directory you can write to"
         ) from error
-    sinks.append(jsonl)
+    # They are closed from the last to the first, and what fails in that is still recorded.
+    sinks.insert(1, jsonl)
     opened = Sinks(*sinks, step=resume_step)
     if jsonl.dropped:
         opened.notice(

@@ -263,12 +263,13 @@ def read_mlflow(place: Path, run_id: str, python: Path) -> None:
 
 
 def read_aim(place: Path, run_id: str, python: Path) -> None:
+    # Opened for reading alone, Aim shows a run only once its server has indexed it.
     code = (
-        "import json, sys; from aim import Run; "
-        "run = Run(sys.argv[2], repo=sys.argv[1], read_only=True); "
-        "found = {m.name: [m.values.sparse_list()[0], m.values.sparse_list()[1]] "
-        "for m in run.metrics()}; print(json.dumps(found['train/loss'])); "
-        "print(run['config']['Engine.max_steps'])"
+        "import json, sys; from aim import Run; from aim.storage.context import Context; "
+        "run = Run(sys.argv[2], repo=sys.argv[1], system_tracking_interval=None, "
+        "log_system_params=False, capture_terminal_logs=False); "
+        "steps, (values, *_) = run.get_metric('train/loss', Context({})).data.items_list(); "
+        "print(json.dumps([steps, values])); print(run['config']['Engine.max_steps'])"
     )
     done = subprocess.run([python, "-c", code, place / "aim", run_id], check=True, text=True,
                           stdout=subprocess.PIPE, timeout=120)  # fmt: skip
