@@ -331,8 +331,11 @@ class Stragglers:
         slow = outliers(best, bound)
         for machine, value in best.items():
             figures["link", kind, machine] = value
+        # A collective is a chain: what follows a slow link is held up by it, by less.
+        worst = max((best[machine] for machine in slow), default=0.0)
         for machine, middle in slow.items():
-            found["link", kind, machine] = middle
+            if bound.factor * best[machine] >= worst:
+                found["link", kind, machine] = middle
         explained = {link for link in links if set(link) & slow.keys()}
         rest = {link: value for link, value in links.items() if link not in explained}
         lone = LONE_ROUND_TRIP if bound is ROUND_TRIP else bound

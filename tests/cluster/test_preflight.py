@@ -181,7 +181,8 @@ class Watched:
     def __enter__(self) -> Watched:
         last = self.commands[0]
         wait_until(lambda: len(steps_of(self.place)) > 20, 180, lambda: last.output()[-3000:])
-        assert not records(self.place, "straggler") and not records(self.place, "preflight")
+        early = [*records(self.place, "straggler"), *records(self.place, "preflight")]
+        assert not early, json.dumps(early, indent=1)
         return self
 
     def until_named(self, phase: str, host: str, rank: int | None) -> None:
@@ -198,7 +199,7 @@ class Watched:
         wait_until(is_named, PATIENCE, lambda: f"{phase} of {host} to be named")
         self.seconds[f"{phase} {host}"] = round(time.monotonic() - began, 1)
         new = records(self.place, "straggler")[known:]
-        assert {each["host"] for each in new} == {host}, new
+        assert {each["host"] for each in new} == {host}, json.dumps(new, indent=1)
 
     def __exit__(self, *raised: object) -> None:
         print("named after", self.seconds)

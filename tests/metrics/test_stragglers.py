@@ -195,6 +195,16 @@ def test_the_machine_that_sends_and_receives_slowly_is_named() -> None:
     assert "sends 2.0 MB/s" in named[0].text
 
 
+def test_a_machine_held_up_by_the_slow_one_before_it_is_not_named() -> None:
+    """As measured on a ring of four in which every packet of node2 was late."""
+
+    def slowness(window: int, one: int, other: int) -> float:
+        return 2e-7 if 2 in (one, other) else 4e-8 if 3 in (one, other) else 3.6e-9
+
+    named = looked(make_machines(4), linked(4, lambda *_: 2e-4, lambda *_: 0.0, slowness))
+    assert [(one.phase, one.host) for one in named] == [("link", "node2")]
+
+
 def test_one_link_between_two_machines_is_compared_with_itself() -> None:
     def trip(window: int, one: int, other: int) -> float:
         return 2e-4 if window < 20 else 0.2
