@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from fourfold.errors import UserError
@@ -36,7 +37,7 @@ from fourfold.serve.requests import SequenceRequest
 PROMPT_TOKENS = 64
 # Whoever has just read the end of a text often sends the next prompt at once. A step that begins
 # without it would make it wait for the whole step, so the step waits this long for it.
-NEXT_PROMPT_SECONDS = 0.005
+NEXT_PROMPT_SECONDS = 0.01
 SHUTTING_DOWN = "the server is shutting down"
 MODEL_FAILED = "the model failed; see the log"
 log = logging.getLogger("fourfold.serve")
@@ -211,9 +212,10 @@ class Worker:
 
     def _turn(self) -> None:
         idle = not (self._writers or self._to_score or self._to_write)
-        expects_prompt = self._has_ended and not (self._to_score or self._to_write)
         try:
-            self._take_in(None if idle else NEXT_PROMPT_SECONDS if expects_prompt else 0.0)
+            self._take_in(wait=idle)
+            if self._has_ended:
+                self._await_prompt()
             self._step()
         except Exception as error:  # the thread must outlive any one request
             self._recover(error)
@@ -232,14 +234,18 @@ class Worker:
             job.put(self._ended())
             self._metrics.cancelled(job.open)
 
-    def _take_in(self, seconds: float | None) -> None:
-        """What has arrived; if nothing has, what does so within `seconds`, or whenever it does."""
-        try:
-            self._inbox.get(timeout=seconds)()
+    def _take_in(self, wait: bool) -> None:
+        if wait:
+            self._inbox.get()()
+        with suppress(Empty):
             while True:
                 self._inbox.get_nowait()()
-        except Empty:
-            return
+
+    def _await_prompt(self) -> None:
+        deadline = time.monotonic() + NEXT_PROMPT_SECONDS
+        with suppress(Empty):
+            while self._writers and not (self._to_score or self._to_write):
+                self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))()
 
     def _step(self) -> None:
         if self._to_score:

@@ -89,6 +89,7 @@ def test_a_changed_loss_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert check["detail"] == "losses above 1e-05"
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_lost_is_named_in_low_precision_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_gradient_that_is_lost_is_named_in_low_precision_too(
     assert "tensors above 0.2" in report["sections"][0]["checks"][0]["detail"]
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_wrongly_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

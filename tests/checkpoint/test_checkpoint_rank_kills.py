@@ -119,6 +119,7 @@ def test_two_hundred_kills_of_ranks_at_random_moments(tmp_path: Path) -> None:
     kill_random_ranks(tmp_path, 200, seed=5)
 
 
+@pytest.mark.slow
 def test_rank_0_dies_before_every_single_change_it_makes_to_the_disk(tmp_path: Path) -> None:
     """Replace step_1 by three ranks, rank 0 dying before its n-th call, for all n."""
     before = tmp_path / "before"

@@ -95,6 +95,7 @@ def test_a_script_that_fails(place: Path, ending: str, code: int, said: str) -> 
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_restarts_add_to_the_same_logs(place: Path) -> None:
     result = launch(place, "--devices", "0,1", "--max_restart", "1", "fail.py", "raise")
     assert result.returncode == 1 and "ranks in 1 s (restart 1 of 1)" in result.stderr
