@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 from parallel import processor
-from parallel_memory import run_step
 from parallel_ranks import Desk, Ranks, say, table
+from save import timed_step
 
 from fourfold.checkpoint import copy_store
 from fourfold.config import Config
@@ -121,23 +121,6 @@ def one_rank(config: Config, memory: Path, pairs: int) -> Iterator[object]:
         for path in copy_store.MEMORY.iterdir():
             shutil.rmtree(path)
     yield recovered(engine)
-
-
-def timed_step(engine: Engine, step: int) -> float:
-    """One step; returns how long it stood still before its update, to copy what was not written."""
-    waited, before = [0.0], engine.saves.before_update
-
-    def timed() -> None:
-        start = time.perf_counter()
-        before()
-        waited[0] += time.perf_counter() - start
-
-    engine.saves.before_update = timed  # type: ignore[method-assign]
-    try:
-        run_step(engine, step)
-    finally:
-        del engine.saves.before_update
-    return waited[0]
 
 
 def recovered(engine: Engine) -> tuple[float, float]:

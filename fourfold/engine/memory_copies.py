@@ -46,6 +46,7 @@ from fourfold.checkpoint.tensor_files import sources_of
 from fourfold.config import Config
 from fourfold.engine import saving
 from fourfold.engine.agreement import flat_settings
+from fourfold.engine.probes import free_memory
 from fourfold.errors import CheckpointError, UserError
 from fourfold.metrics import Sinks
 from fourfold.shards import Tensors, as_shards
@@ -357,8 +358,5 @@ class MemoryCopies:
 def _free_bytes(store: CopyStore) -> int:
     """What copies may take here: of the file system, and of the memory it is made of."""
     free = checkpoint.free_bytes(store.root.parent)
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = min(free, int(available.split()[1]) * 1024)
+    free = min(free, free_memory() or free)
     return free + store.used_bytes()

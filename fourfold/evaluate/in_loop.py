@@ -123,7 +123,7 @@ class RunnerScorer(Scorer):
         self.max_tokens = positions + 1
 
     def _score_batches(self, batches: list[list[ScoreRequest]]) -> Iterator[list[Score]]:
-        """Each data rank has every so many of them; where they do not divide, some repeat one."""
+        """Dealt out to the data ranks in turn; where they do not divide, some repeat one."""
         mesh, degree = self._runner.mesh, self._runner.mesh.layout.data_degree
         rows = [sum(request.scored for request in batch) for batch in batches]
         table = torch.zeros(sum(rows), 2, dtype=torch.float64)

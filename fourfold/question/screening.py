@@ -36,7 +36,7 @@ from fourfold.shards import Box
 SUSPICIOUS = 0.5
 # A sample decides on these; what comes after them is of the whole batch.
 OF_SAMPLES = ("input", "weight", "forward", "loss", "backward")
-# Of these, what is so many bounds off is wrong, by a sample's bound as by the whole batch's.
+# Of these, what is off by more than `CLEAR` bounds is wrong, by a sample's bound as by the batch's.
 OF_SUMS = ("gradient", "norm", "rule")
 CLEAR = 16.0
 

@@ -64,7 +64,7 @@ class MicroBatches:
         self._numbers: dict[int, int] = {}
 
     def begin(self, step: int, rows: int) -> None:
-        """Before `Runner.run` of that step with so many rows on this rank."""
+        """Before `Runner.run` of that step; `rows` are those of this rank."""
         count = -(-rows // self.runner.micro_batch_size)
         self.first = self.runner.mesh.data_rank * count
         seeds = self.runner.dropout_seeds(step, count)
