@@ -17,7 +17,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -152,24 +153,27 @@ class Meeting:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines, self.host, self.tell = machines, host, tell
         self.server = server or (self._serve() if machines.is_host() else None)
-        self.store = self._connect(signals)
-        backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
-        self.handler = DynamicRendezvousHandler.from_backend(
-            "fourfold",
-            self._connect(signals),
-            backend,
-            machines.fewest,
-            machines.most,
-            local_addr=host,
-            timeout=RendezvousTimeout(
-                join=timedelta(seconds=JOIN_SECONDS),
-                last_call=timedelta(seconds=LAST_CALL_SECONDS),
-                close=timedelta(seconds=STORE_SECONDS),
-            ),
-            keep_alive_interval=1,
-            keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
-        )
-        self.exchange = PeerExchange(self._connect(signals), host, self.handler.num_nodes_waiting)
+        with self._answering():
+            self.store = self._connect(signals)
+            backend = C10dRendezvousBackend(self._connect(signals), "fourfold")
+            self.handler = DynamicRendezvousHandler.from_backend(
+                "fourfold",
+                self._connect(signals),
+                backend,
+                machines.fewest,
+                machines.most,
+                local_addr=host,
+                timeout=RendezvousTimeout(
+                    join=timedelta(seconds=JOIN_SECONDS),
+                    last_call=timedelta(seconds=LAST_CALL_SECONDS),
+                    close=timedelta(seconds=STORE_SECONDS),
+                ),
+                keep_alive_interval=1,
+                keep_alive_max_attempt=KEEP_ALIVE_SECONDS,
+            )
+            self.exchange = PeerExchange(
+                self._connect(signals), host, self.handler.num_nodes_waiting
+            )
         self.abandoned = False
         # The machines of the last round by the number of their speaker, with what to call them.
         self._last: dict[int, str] = {}
@@ -249,6 +253,16 @@ class Meeting:
             f"{self.machines.host}, its `fourfold train` or the network to it is gone"
         )
 
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Torch has two kinds of errors for a connection that was closed."""
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+        try:
+            yield
+        except (RuntimeError, RendezvousConnectionError) as error:
+            raise MeetingLost(self.silence()) from error
+
     def _missing(self) -> str:
         here = [report.host for report in self.exchange.present()]
         busy = [report for report in self.exchange.present() if report.round]
@@ -278,9 +292,8 @@ class Meeting:
             raise MeetingClosed(
                 f"gave up after {JOIN_SECONDS:g} s: still waiting for {self._missing()}"
             ) from error
-        if isinstance(error, RuntimeError):  # torch's, of a connection
-            raise MeetingLost(self.silence()) from error
-        raise error
+        with self._answering():
+            raise error
 
     def _outcome(self) -> int:
         try:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config import Config
+from fourfold.data import Batch
 from fourfold.model.gpt import CoreAttention, Embedding, Head, HeadNorm
 from fourfold.question.step_trace import StepTrace, record_step, rms
 
@@ -103,6 +104,44 @@ def record_reference(
         )
     finally:
         torch.set_default_dtype(before)
+
+
+def record_update(
+    config: Config, directory: Path, side: StepTrace, open_foreign: OpenForeign | None = None
+) -> dict[str, Any] | None:
+    """What follows in float64 from the gradients of a side: their norm, and the update."""
+    before = torch.get_default_dtype()
+    try:
+        return record_step(
+            config,
+            1,
+            directory,
+            side.facts["step"],
+            around=partial(gradients_given, side=side),
+            prepare=widen,
+            open_foreign=open_foreign,
+        )
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def gradients_given(engine: Engine, side: StepTrace) -> Iterator[None]:
+    """While this lasts, a one-process engine has the loss and the gradients of `side`, and computes
+    none."""
+    runner = engine.runner
+    run = runner.run
+
+    def given(batch: Batch, step: int, loss_scale: float | Tensor = 1.0) -> Tensor:
+        for shard in runner.shards.values():
+            shard.tensor.grad = side.whole(("gradient", shard.name))
+        return torch.tensor(float(side.facts["loss"]))
+
+    runner.run = given  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner.run = run  # type: ignore[method-assign]
 
 
 def widen_without_optimizer(engine: Engine) -> None:

@@ -12,16 +12,18 @@ that one sample of the batch is enough for:
 Where no element and no root of a mean square is apart by more than half of a bound, the sides are
 equal: either is within its whole bound then, of whatever the other is. Where something is, the
 reference decides. For the batch, weights, activations and their gradients it computes the sample in
-which the first difference is; for gradients of parameters and what follows, the whole batch. A
-suspicion that the reference does not confirm ends in the full comparison.
+which the first difference is; for gradients of parameters, the whole batch; for what follows from
+gradients in which the sides agree, only that. A suspicion that the reference does not confirm ends
+in the full comparison.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,12 +38,13 @@ from fourfold.shards import Box
 SUSPICIOUS = 0.5
 # A sample decides on these; what comes after them is of the whole batch.
 OF_SAMPLES = ("input", "weight", "forward", "loss", "backward")
-# Of these, what is off by more than `CLEAR` bounds is wrong, by a sample's bound as by the batch's.
-OF_SUMS = ("gradient", "norm", "rule")
-CLEAR = 16.0
+# What is off by more than so many bounds that were taken from a sample is wrong by the batch's too.
+CLEAR = {"gradient": 16.0, "norm": 16.0, "update": 4.0}
 
 # The reference for a unit roundoff (None: exact) and the sample of a row (None: the whole batch).
 MakeReference = Callable[[float | None, int | None], StepTrace]
+# The reference of what follows from the gradients of A.
+MakeUpdate = Callable[[], StepTrace]
 
 
 @dataclass
@@ -56,64 +59,111 @@ class ApartTensor:
     micro_batches: dict[str, set[int]] = field(default_factory=lambda: {"A": set(), "B": set()})
 
 
-def judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
+def judge(sides: Mapping[str, StepTrace], make: MakeReference, make_update: MakeUpdate) -> Verdict:
     """The first tensor that differs between two sides, with as little computed as it takes."""
     # A side of another commit may not have measured it.
     cost = {side: float(trace.facts.get("seconds", 0.0)) for side, trace in sides.items()}
     made: list[float] = []
     spent = 0.0
 
-    def counted(roundoff: float | None, row: int | None) -> StepTrace:
+    def counted(make: Callable[[], StepTrace]) -> StepTrace:
         nonlocal spent
         started = time.monotonic()
-        trace = make(roundoff, row)
+        trace = make()
         spent += time.monotonic() - started
         made.append(float(trace.facts["seconds"]))
         return trace
 
     started = time.monotonic()
-    verdict = _judge(sides, counted)
+    judgement = _Judgement(
+        sides,
+        lambda roundoff, row: counted(partial(make, roundoff, row)),
+        partial(counted, make_update),
+    )
+    verdict = judgement.verdict()
     comparing = time.monotonic() - started - spent
     verdict.cost = {**cost, "reference": sum(made), "comparison": comparing}
     return verdict
 
 
-def _judge(sides: Mapping[str, StepTrace], make: MakeReference) -> Verdict:
-    facts, sizes = sides["A"].facts, {roundoff_of(trace.facts) for trace in sides.values()}
-    if facts["step"] > facts["begun"] + 1:
-        # Errors of the steps before are in the weights, and only whole steps show them.
-        return compare(sides, make(None, None), {size: make(size, None) for size in sizes})
-    sample, rounded = make(None, 0), {size: make(size, 0) for size in sizes}
-    noise = {size: sampled_noise(sample, one) for size, one in rounded.items()}
-    screening = Screening(sides, noise)
-    discrepancies = screening.run()
-    if not discrepancies:
-        told = {side: trace.facts for side, trace in sides.items()}
-        tensors = sum(len(parts) for parts in sides["A"].parts.values())
-        return Verdict({**told, "reference": sample.facts}, [], tensors, screening.margin, {})
-    first = min(PHASES.index(one.phase) for one in discrepancies.values())
-    if PHASES[first] in OF_SAMPLES:
-        of_phase = [one for one in discrepancies.values() if one.phase == PHASES[first]]
-        row = max(0, min(one.row for one in of_phase))
-        if row >= sum(sample.facts["rows"]):
-            sample, rounded = make(None, row), {size: make(size, row) for size in sizes}
-        verdict = compare(sides, sample, rounded, OF_SAMPLES[first:])
-        if verdict.findings:
-            return _with_all_ranks(verdict, discrepancies)
-    exact = make(None, None)
-    if PHASES[first] in OF_SUMS:
+@dataclass(frozen=True)
+class _Judgement:
+    sides: Mapping[str, StepTrace]
+    make: MakeReference
+    make_update: MakeUpdate
+
+    def verdict(self) -> Verdict:
+        facts = self.sides["A"].facts
+        if facts["step"] > facts["begun"] + 1:
+            # Errors of the steps before are in the weights, and only whole steps show them.
+            return self._of_whole_steps(self.make(None, None))
+        sample, rounded = self._of_row(0)
+        noise = {size: sampled_noise(sample, one) for size, one in rounded.items()}
+        screening = Screening(self.sides, noise)
+        discrepancies = screening.run()
+        if not discrepancies:
+            told = {side: trace.facts for side, trace in self.sides.items()}
+            tensors = sum(len(parts) for parts in self.sides["A"].parts.values())
+            return Verdict({**told, "reference": sample.facts}, [], tensors, screening.margin, {})
+        first = min(PHASES.index(one.phase) for one in discrepancies.values())
+        if PHASES[first] == "rule":
+            verdict = compare(self.sides, sample, rounded, ("rule",))
+            if verdict.findings:
+                return verdict
+        if PHASES[first] in OF_SAMPLES:
+            of_phase = [one for one in discrepancies.values() if one.phase == PHASES[first]]
+            row = max(0, min(one.row for one in of_phase))
+            if row >= sum(sample.facts["rows"]):
+                sample, rounded = self._of_row(row)
+            verdict = compare(self.sides, sample, rounded, OF_SAMPLES[first:])
+            if verdict.findings:
+                return _with_all_ranks(verdict, discrepancies)
+        if self._follows_from_gradients(discrepancies):
+            update = self.make_update()
+            verdict = self._by_sampled_noise(update, noise, PHASES[first:])
+            if _is_clear(verdict):
+                return verdict
+        exact = self.make(None, None)
+        if PHASES[first] in ("gradient", "norm"):
+            verdict = self._by_sampled_noise(exact, noise, PHASES[first:])
+            if _is_clear(verdict):
+                return verdict
+        return self._of_whole_steps(exact)
+
+    def _sizes(self) -> set[float]:
+        return {roundoff_of(trace.facts) for trace in self.sides.values()}
+
+    def _of_row(self, row: int) -> tuple[StepTrace, dict[float, StepTrace]]:
+        """A sample, and the same with errors of the size of each side's precision."""
+        return self.make(None, row), {size: self.make(size, row) for size in self._sizes()}
+
+    def _of_whole_steps(self, exact: StepTrace) -> Verdict:
+        return compare(self.sides, exact, {size: self.make(size, None) for size in self._sizes()})
+
+    def _by_sampled_noise(
+        self, exact: StepTrace, noise: Mapping[float, Measured], phases: Sequence[str]
+    ) -> Verdict:
         scaled = {size: _of_whole(one, exact) for size, one in noise.items()}
-        verdict = compare(sides, exact, scaled, PHASES[first:])
-        if verdict.findings and _is_clear(verdict):
-            return verdict
-    return compare(sides, exact, {size: make(size, None) for size in sizes})
+        return compare(self.sides, exact, scaled, phases)
+
+    def _follows_from_gradients(self, discrepancies: Mapping[tuple[str, str], ApartTensor]) -> bool:
+        """Whether the first difference is in what a step makes of its gradients, by a rule whose
+        errors are known: that of AdamW."""
+        ruled = {name for phase, name in self.sides["A"].parts if phase == "rule"}
+        updated = {name for phase, name in self.sides["A"].parts if phase == "update"}
+        if ruled != updated:
+            return False
+        return all(
+            phase == "update" or (phase, name) == ("norm", "gradient norm")
+            for phase, name in discrepancies
+        )
 
 
 def _is_clear(verdict: Verdict) -> bool:
-    assert verdict.first is not None
     first = verdict.first
-    return first.phase in OF_SUMS and any(
-        found.missing or found.excess > CLEAR for found in first.sides.values()
+    return first is not None and any(
+        found.missing or found.excess > CLEAR.get(first.phase, math.inf)
+        for found in first.sides.values()
     )
 
 

@@ -21,7 +21,7 @@ from fourfold.errors import RunError, UserError
 from fourfold.parallel import layout_of
 from fourfold.question.bisect import SIDES, Verdict
 from fourfold.question.history import on_ranks, scratch_directory
-from fourfold.question.noise import OF_REFERENCE, record_reference
+from fourfold.question.noise import OF_REFERENCE, record_reference, record_update
 from fourfold.question.screening import judge
 from fourfold.question.step_trace import StepTrace, record_step
 
@@ -70,7 +70,11 @@ class Bisection:
                     f"the sides begin differently: A computed step {traces['A'].facts['step']}, B "
                     f"step {traces['B'].facts['step']}; name one checkpoint with --from"
                 )
-            return judge(traces, partial(self._reference, folder))
+            return judge(
+                traces,
+                partial(self._reference, folder),
+                partial(self._update, folder, traces["A"]),
+            )
 
     def check(self, side: Side) -> None:
         """Refuse what has no reference: masks that another layout or precision draws otherwise."""
@@ -130,13 +134,28 @@ class Bisection:
 
     def _reference(self, folder: Path, roundoff: float | None, row: int | None) -> StepTrace:
         """One process with the settings of A that change the numbers."""
-        side = self.sides[0]
         name = "reference" if roundoff is None else f"rounded_to_{roundoff:g}"
         directory = folder / (name if row is None else f"{name}_row_{row}")
+        with self._one_process(of_a_row=row is not None) as (config, opened):
+            directory.mkdir(parents=True, exist_ok=True)
+            record_reference(config, directory, self.step, roundoff, opened, row)
+        return StepTrace(directory)
+
+    def _update(self, folder: Path, gradients: StepTrace) -> StepTrace:
+        """The end of the step in that process, from the gradients of a side."""
+        directory = folder / "update"
+        with self._one_process() as (config, opened):
+            directory.mkdir(parents=True, exist_ok=True)
+            record_update(config, directory, gradients, opened)
+        return StepTrace(directory)
+
+    @contextmanager
+    def _one_process(self, *, of_a_row: bool = False) -> Iterator[tuple[Config, Any]]:
+        side = self.sides[0]
         own = load_config(side.file, list(side.overrides))
         sizes = own.Data.batch_size
         # A sample is a row, except where masks are drawn for a micro-batch.
-        alone = row is not None and own.Model.hidden_dropout_prob == 0
+        alone = of_a_row and own.Model.hidden_dropout_prob == 0
         micro_batch_size = 1 if alone else sizes.micro_batch_size
         with scratch_directory() as scratch:
             given = [
@@ -147,9 +166,7 @@ class Bisection:
             ]
             config = load_config(side.file, given, 1)
             opened = None if self.open_foreign is None else partial(self.open_foreign, config)
-            directory.mkdir(parents=True, exist_ok=True)
-            record_reference(config, directory, self.step, roundoff, opened, row)
-        return StepTrace(directory)
+            yield config, opened
 
 
 @contextmanager

@@ -152,6 +152,18 @@ class StepTrace:
         values = torch.frombuffer(raw, dtype=dtype).view(part.box.shape)
         return values.double() if wide else values
 
+    def whole(self, key: tuple[str, str]) -> Tensor | None:
+        """A tensor that is small enough to be held, put together; None if nothing of it is here."""
+        parts = self.parts.get(key)
+        if not parts:
+            return None
+        shape = parts[0].shape
+        values = torch.zeros(shape, dtype=torch.float64)
+        everything = Box((0,) * len(shape), shape)
+        for part in parts:
+            values[part.box.within(everything)] = self.read(part)
+        return values
+
 
 def record_step(
     config: Config,
@@ -311,12 +323,12 @@ def _watched(engine: Engine, recorder: StepRecorder, row: int | None) -> StepRes
     if table is not None:
         recorder.write("loss", "token losses", table, *_batch_place(rows, table))
     if row is not None:
+        _write_rules(engine, recorder, engine.schedule.lr_at(step))
         return result
     for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
         recorder.write("norm", name, torch.tensor([value], dtype=torch.float64))
     if rates:
-        for name, rule in _rules(engine, rates[0]).items():
-            recorder.write("rule", name, torch.tensor(rule, dtype=torch.float64))
+        _write_rules(engine, recorder, rates[0])
     _write_weights(engine, recorder, "update")
     return result
 
@@ -390,7 +402,7 @@ def _spy(engine: Engine, rates: list[float]) -> None:
     engine.optimizer.update = noted  # type: ignore[method-assign]
 
 
-def _rules(engine: Engine, learning_rate: float) -> dict[str, list[float]]:
+def _write_rules(engine: Engine, recorder: StepRecorder, learning_rate: float) -> None:
     """Learning rate and weight decay of each parameter that AdamW updates."""
     found = {}
     for key, parameter in engine.optimizer.parameters.items():
@@ -398,7 +410,8 @@ def _rules(engine: Engine, learning_rate: float) -> dict[str, list[float]]:
             if any(parameter is one or _within(parameter, one) for one in group.parameters):
                 rate = learning_rate * group.lr_scale
                 found[engine.runner.shards[key].name] = [rate, rate * group.weight_decay]
-    return found
+    for name, rule in found.items():
+        recorder.write("rule", name, torch.tensor(rule, dtype=torch.float64))
 
 
 def _within(parameter: Tensor, flat: Tensor) -> bool:

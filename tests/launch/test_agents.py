@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 from helpers.supervised import attempt, exit_status, rank
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from fourfold import heartbeat
 from fourfold.errors import UserError
 from fourfold.launch.agent import WatchLimits, run_agent
 from fourfold.launch.launchers import read_machines
-from fourfold.launch.rounds import Machines
+from fourfold.launch.rounds import Machines, Meeting, MeetingLost
 from fourfold.launch.supervisor import Restarts
 from fourfold.meeting import open_store
-from fourfold.signals import answer_with_stacks
+from fourfold.signals import SupervisorSignals, answer_with_stacks
 
 HOST = socket.gethostname()
 LOST_SECONDS = 5.0
@@ -313,3 +314,25 @@ def test_numbers_of_machines() -> None:
     assert read_machines("2:4", 1, "[fe80::1]:29500") == Machines(2, 4, 1, "fe80::1", 29500)
     with pytest.raises(UserError, match="--node-rank 4"):
         read_machines("2:4", 4, "n:1")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, RendezvousConnectionError])
+def test_a_connection_that_closes_while_joining_is_a_lost_meeting(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of torch's errors it ends with: no traceback, and the machine tries again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with SupervisorSignals() as signals:
+        machines = read_machines("2", 0, f"127.0.0.1:{port}")
+        assert machines is not None
+        meeting = Meeting(machines, HOST, signals, print)
+
+        def closed() -> None:
+            raise kind("Failed to recv, got 0 bytes")
+
+        monkeypatch.setattr(meeting.handler, "next_rendezvous", closed)
+        with pytest.raises(MeetingLost, match="does not answer"):
+            meeting.join(1, signals, LOST_SECONDS)
+        meeting.abandon()

@@ -21,11 +21,12 @@ from helpers.traces import Workshop
 from torch import Tensor
 from torch.nn import functional as F
 
+from fourfold.config import Config
 from fourfold.data import Loader, loader
 from fourfold.engine import Engine
 from fourfold.parallel import Runner, data_parallel, runner, tensor
 from fourfold.question.bisect import TensorFinding, Verdict
-from fourfold.question.noise import OF_REFERENCE, record_reference
+from fourfold.question.noise import OF_REFERENCE, record_reference, record_update
 from fourfold.question.screening import judge
 from fourfold.question.step_trace import StepTrace, record_step
 
@@ -55,14 +56,31 @@ class Bench:
         given = [*self.overrides(case, shared=True), *OF_REFERENCE]
         if row is not None and not set(DROPOUT) & set(case.settings):
             given.append("Data.batch_size.micro_batch_size=1")
-        key = (*given, step, roundoff, row)
-        if key not in self.made:
+
+        def record(config: Config, directory: Path) -> object:
+            return record_reference(config, directory, step, roundoff, row=row)
+
+        return self.alone(given, record, step, roundoff, row)
+
+    def update(self, case: Case, side: StepTrace) -> StepTrace:
+        given = [*self.overrides(case, shared=True), *OF_REFERENCE]
+
+        def record(config: Config, directory: Path) -> object:
+            return record_update(config, directory, side)
+
+        return self.alone(given, record, "update", side.directory)
+
+    def alone(
+        self, given: list[str], record: Callable[[Config, Path], object], *key: object
+    ) -> StepTrace:
+        """What `record` writes in one process."""
+        if (*given, *key) not in self.made:
             name = f"reference_{len(self.made)}"
             directory = self.workshop.folder / name
             config = self.workshop.config(1, f"{name}_run", given)
-            on_ranks(1, lambda rank: record_reference(config, directory, step, roundoff, row=row))
-            self.made[key] = StepTrace(directory)
-        return self.made[key]
+            on_ranks(1, lambda rank: record(config, directory))
+            self.made[*given, *key] = StepTrace(directory)
+        return self.made[*given, *key]
 
     def side(self, case: Case, step: int, fault: Fault | None = None) -> StepTrace:
         given = self.overrides(case, shared=False)
@@ -92,7 +110,8 @@ class Bench:
         if case.dtype == "float64":  # torch's default there, and no precision of the table
             for trace in sides.values():
                 trace.facts["dtype"] = "float64"
-        return judge(sides, partial(self.reference, case, step))
+        update = partial(self.update, case, sides["A"])
+        return judge(sides, partial(self.reference, case, step), update)
 
 
 @pytest.fixture(scope="module")
