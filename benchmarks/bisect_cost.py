@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ def child(asked: dict[str, Any]) -> dict[str, Any]:
         overrides = [*asked["plain"], *QUIET, f"Engine.save_load.output_dir={scratch}"]
         config = load_config(file, overrides)
         world = layout_of(config).world_size
-        _, told = on_ranks(world, scratch, lambda: plain_step(config, world), config, threads)
+        work = partial(plain_step, config, world)
+        _, told = on_ranks(world, scratch, work, config, threads, apart=True)
     return dict(told)
 
 

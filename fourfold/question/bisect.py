@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.question.noise import FLIP, Measured, flips, measure_noise, roundoff_of
+from fourfold.question.noise import FLIP, Measured, flips, roundoff_of
 from fourfold.question.step_trace import PHASES, StepTrace, TensorPart, is_seen, rms
 from fourfold.shards import Box
 from fourfold.terminal import table_lines
@@ -101,16 +101,11 @@ def _told(finding: TensorFinding) -> dict[str, Any]:
 def compare(
     sides: Mapping[str, StepTrace],
     reference: StepTrace,
-    rounded: Mapping[float, StepTrace | Measured],
+    noise: Mapping[float, Measured],
     phases: Sequence[str] = PHASES,
 ) -> Verdict:
-    """Read all tensors of these `phases` in the order of computation. `rounded` are runs of the
-    reference by the unit roundoff they were made with, one for each precision of the sides, or what
-    was measured by them."""
-    noise = {
-        size: measure_noise(reference, one) if isinstance(one, StepTrace) else one
-        for size, one in rounded.items()
-    }
+    """Read all tensors of these `phases` in the order of computation. `noise` is that of the
+    reference by unit roundoff, for each precision of the sides."""
     looks = {
         side: _Look(trace, reference, noise[roundoff_of(trace.facts)])
         for side, trace in sides.items()

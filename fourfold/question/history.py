@@ -252,13 +252,16 @@ def on_ranks(
     work: Callable[[], Any],
     config: Config,
     threads: int | None = None,
+    *,
+    apart: bool = False,
 ) -> tuple[int, Any]:
     """`work` on the ranks of this machine: the exit code, and what rank 0 returned, as JSON would.
 
-    One process does it here; several are forked and watched as training is. `threads` are those of
-    each, as the run had them: they decide how sums are cut.
+    One process does it here, unless its memory is to end with it (`apart`); several are forked and
+    watched as training is. `threads` are those of each, as the run had them: they decide how sums
+    are cut.
     """
-    if world_size == 1:
+    if world_size == 1 and not apart:
         with _threads(threads):
             return 0, json.loads(json.dumps(work()))
     from fourfold.launch.supervisor import supervise

@@ -23,21 +23,24 @@ Adam's update is not normal where a gradient is next to zero: see `flips`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.model.gpt import CoreAttention, Embedding, Head, HeadNorm
-from fourfold.question.step_trace import StepTrace, record_step, rms
+from fourfold.question.step_trace import FACTS, StepTrace, record_step
+from fourfold.shards import Box
 
 if TYPE_CHECKING:
     from fourfold.engine import Engine
@@ -83,44 +86,59 @@ def record_reference(
     config: Config,
     directory: Path,
     step: int | None,
-    roundoff: float | None = None,
     open_foreign: OpenForeign | None = None,
     row: int | None = None,
 ) -> dict[str, Any] | None:
-    """Compute and write down the step in float64; with `roundoff` under errors of that size, with
-    `row` only up to the gradients of the micro-batch in which that row is."""
-    before = torch.get_default_dtype()
-    try:
-        around = None if roundoff is None else partial(rounding, roundoff=roundoff)
+    """Compute and write down the step in float64; with `row` only up to the gradients of the
+    micro-batch in which that row is."""
+    with _default_dtype_kept():
         return record_step(
-            config,
-            1,
-            directory,
-            step,
-            around=around,
+            *(config, 1, directory, step),
             prepare=widen if row is None else widen_without_optimizer,
             open_foreign=open_foreign,
             row=row,
         )
-    finally:
-        torch.set_default_dtype(before)
+
+
+def record_rounded(
+    config: Config,
+    directory: Path,
+    exact: StepTrace,
+    roundoff: float,
+    open_foreign: OpenForeign | None = None,
+    row: int | None = None,
+) -> dict[str, Any] | None:
+    """Compute the same under errors of the size of `roundoff`, and write down how far each tensor
+    of it is from the `exact` one."""
+    with _default_dtype_kept():
+        return record_step(
+            *(config, 1, directory, exact.facts["step"]),
+            around=partial(rounding, roundoff=roundoff),
+            prepare=widen if row is None else widen_without_optimizer,
+            open_foreign=open_foreign,
+            row=row,
+            recorder=NoiseRecorder(exact, directory),
+        )
 
 
 def record_update(
     config: Config, directory: Path, side: StepTrace, open_foreign: OpenForeign | None = None
 ) -> dict[str, Any] | None:
     """What follows in float64 from the gradients of a side: their norm, and the update."""
-    before = torch.get_default_dtype()
-    try:
+    with _default_dtype_kept():
         return record_step(
-            config,
-            1,
-            directory,
-            side.facts["step"],
+            *(config, 1, directory, side.facts["step"]),
             around=partial(gradients_given, side=side),
             prepare=widen,
             open_foreign=open_foreign,
         )
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        yield
     finally:
         torch.set_default_dtype(before)
 
@@ -187,8 +205,9 @@ def rounding(engine: Engine, roundoff: float) -> Iterator[None]:
     def rounded(tensor: Tensor, size: float) -> Tensor:
         rows = tensor.detach()
         scale = rows.square().mean(-1, keepdim=True).sqrt() if rows.dim() else rows.abs()
-        noise = torch.randn(rows.shape, generator=draw, dtype=torch.float64).to(rows.device)
-        return tensor + size * scale * noise
+        # Drawn in float32, which is faster: the size of an error matters, not its last digits.
+        noise = torch.randn(rows.shape, generator=draw, dtype=torch.float32).to(rows)
+        return tensor + noise.mul_(size * scale)
 
     def after(
         module: nn.Module, args: Any, output: Any, *, ahead: float, back: float
@@ -262,38 +281,89 @@ def roundoff_of(side: Mapping[str, Any]) -> float:
 
 
 Measured = dict[tuple[str, str], Noise]
+NOISE = "noise.json"
 
 
-def measure_noise(reference: StepTrace, rounded: StepTrace) -> Measured:
-    """Of every logical tensor, one part at a time."""
-    found: Measured = {}
-    gradient = 0.0
-    for key, parts in reference.parts.items():
-        largest = magnitude = squares = whole = 0.0
-        count = 0
-        for part, other in zip(parts, rounded.parts[key], strict=True):
-            exact = reference.read(part)
-            apart = rounded.read(other).sub_(exact)
-            if exact.numel() == 0:
-                continue
-            largest = max(largest, float(apart.abs().max()))
-            magnitude = max(magnitude, float(exact.abs().max()))
-            squares += rms(apart) ** 2 * exact.numel()
-            whole += rms(exact) ** 2 * exact.numel()
-            count += exact.numel()
-        typical, size = (math.sqrt(one / max(count, 1)) for one in (squares, whole))
-        found[key] = Noise(largest, typical, magnitude, size)
-        gradient += squares if key[0] == "gradient" else 0.0
-    # One number deviates by chance hardly at all. A mean deviates by no more than the terms do, a
-    # norm by no more than the norm of the deviation.
-    for key, most in (
-        (("norm", "loss"), found["loss", "token losses"].largest),
-        (("norm", "gradient norm"), math.sqrt(gradient)),
-    ):
-        if key not in found:  # a sample of the batch
-            continue
-        found[key] = Noise(most, most, found[key].magnitude, found[key].size)
-    return found
+@dataclass
+class _Sums:
+    """Of the parts of a logical tensor that were seen so far."""
+
+    largest: float = 0.0
+    magnitude: float = 0.0
+    squares: float = 0.0
+    whole: float = 0.0
+    count: int = 0
+
+    def add(self, exact: Tensor, rounded: Tensor) -> None:
+        self.magnitude = max(self.magnitude, float(vector_norm(exact, math.inf)))
+        self.whole += float(vector_norm(exact)) ** 2
+        self.count += exact.numel()
+        apart = exact.sub_(rounded)
+        largest = float(vector_norm(apart, math.inf))
+        if largest:
+            self.largest = max(self.largest, largest)
+            self.squares += float(vector_norm(apart)) ** 2
+
+    def noise(self) -> Noise:
+        typical, size = (math.sqrt(one / max(self.count, 1)) for one in (self.squares, self.whole))
+        return Noise(self.largest, typical, self.magnitude, size)
+
+
+class NoiseRecorder:
+    """Takes the parts of a run under rounding errors in the order of the exact run's, and keeps of
+    every logical tensor how far it is from that."""
+
+    rank = 0
+
+    def __init__(self, exact: StepTrace, directory: Path) -> None:
+        self._exact, self._file = exact, directory / NOISE
+        self._parts = {key: iter(parts) for key, parts in exact.parts.items()}
+        self._sums = {key: _Sums() for key in exact.parts}
+
+    def write(
+        self,
+        phase: str,
+        name: str,
+        tensor: Tensor,
+        box: Box | None = None,
+        shape: tuple[int, ...] | None = None,
+        micro_batch: int = -1,
+        *,
+        partial: bool = False,
+    ) -> None:
+        part = next(self._parts[phase, name])
+        assert box is None or part.box == box, f"{name}: another part of it than in the exact run"
+        if tensor.numel():
+            rounded = tensor.detach().cpu().double()
+            self._sums[phase, name].add(self._exact.read(part), rounded)
+
+    def close(self) -> None:
+        found = {key: sums.noise() for key, sums in self._sums.items()}
+        # One number deviates by chance hardly at all. A mean deviates by no more than the terms do,
+        # a norm by no more than the norm of the deviation.
+        gradient = sum(sums.squares for key, sums in self._sums.items() if key[0] == "gradient")
+        for key, most in (
+            (("norm", "loss"), found["loss", "token losses"].largest),
+            (("norm", "gradient norm"), math.sqrt(gradient)),
+        ):
+            if key in found:  # a sample of the batch has none
+                found[key] = Noise(most, most, found[key].magnitude, found[key].size)
+        lines = [[*key, *astuple(noise)] for key, noise in found.items()]
+        self._file.write_text(json.dumps(lines))
+
+
+@dataclass(frozen=True)
+class RoundedStep:
+    """A directory that `record_rounded` wrote."""
+
+    facts: dict[str, Any]
+    noise: Measured
+
+    @classmethod
+    def read(cls, directory: Path) -> RoundedStep:
+        lines = json.loads((directory / NOISE).read_text())
+        noise = {(phase, name): Noise(*numbers) for phase, name, *numbers in lines}
+        return cls(json.loads((directory / FACTS).read_text()), noise)
 
 
 def flips(gradient: Tensor, noise: Noise, rate: float) -> Tensor:

@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fourfold.question.bisect import EXACT, FEWEST, Verdict, compare
-from fourfold.question.noise import Measured, Noise, flips, measure_noise, roundoff_of
+from fourfold.question.noise import Measured, Noise, RoundedStep, flips, roundoff_of
 from fourfold.question.step_trace import PHASES, StepTrace, TensorPart, is_seen, rms
 from fourfold.shards import Box
 
@@ -41,10 +42,21 @@ OF_SAMPLES = ("input", "weight", "forward", "loss", "backward")
 # What is off by more than so many bounds that were taken from a sample is wrong by the batch's too.
 CLEAR = {"gradient": 16.0, "norm": 16.0, "update": 4.0}
 
-# The reference for a unit roundoff (None: exact) and the sample of a row (None: the whole batch).
-MakeReference = Callable[[float | None, int | None], StepTrace]
-# The reference of what follows from the gradients of A.
-MakeUpdate = Callable[[], StepTrace]
+
+Made = TypeVar("Made", StepTrace, RoundedStep)
+
+
+class References(Protocol):
+    """What is computed in float64, by one process."""
+
+    def exact(self, row: int | None) -> StepTrace:
+        """The reference of a row's sample; of the whole batch for None."""
+
+    def rounded(self, exact: StepTrace, roundoff: float, row: int | None) -> RoundedStep:
+        """The same under errors of the size of `roundoff`."""
+
+    def update(self) -> StepTrace:
+        """The reference of what follows from the gradients of A."""
 
 
 @dataclass
@@ -59,46 +71,55 @@ class ApartTensor:
     micro_batches: dict[str, set[int]] = field(default_factory=lambda: {"A": set(), "B": set()})
 
 
-def judge(sides: Mapping[str, StepTrace], make: MakeReference, make_update: MakeUpdate) -> Verdict:
+def judge(sides: Mapping[str, StepTrace], references: References) -> Verdict:
     """The first tensor that differs between two sides, with as little computed as it takes."""
     # A side of another commit may not have measured it.
     cost = {side: float(trace.facts.get("seconds", 0.0)) for side, trace in sides.items()}
-    made: list[float] = []
-    spent = 0.0
-
-    def counted(make: Callable[[], StepTrace]) -> StepTrace:
-        nonlocal spent
-        started = time.monotonic()
-        trace = make()
-        spent += time.monotonic() - started
-        made.append(float(trace.facts["seconds"]))
-        return trace
-
-    started = time.monotonic()
-    judgement = _Judgement(
-        sides,
-        lambda roundoff, row: counted(partial(make, roundoff, row)),
-        partial(counted, make_update),
-    )
-    verdict = judgement.verdict()
-    comparing = time.monotonic() - started - spent
-    verdict.cost = {**cost, "reference": sum(made), "comparison": comparing}
+    counted, started = _Counted(references), time.monotonic()
+    verdict = _Judgement(sides, counted).verdict()
+    comparing = time.monotonic() - started - counted.spent
+    verdict.cost = {**cost, "reference": counted.seconds, "comparison": comparing}
     return verdict
+
+
+@dataclass
+class _Counted:
+    """References, and what they took."""
+
+    references: References
+    seconds: float = 0.0  # for their steps
+    spent: float = 0.0  # with all around them: processes, data, weights
+
+    def exact(self, row: int | None) -> StepTrace:
+        return self._count(partial(self.references.exact, row))
+
+    def rounded(self, exact: StepTrace, roundoff: float, row: int | None) -> RoundedStep:
+        return self._count(partial(self.references.rounded, exact, roundoff, row))
+
+    def update(self) -> StepTrace:
+        return self._count(self.references.update)
+
+    def _count(self, make: Callable[[], Made]) -> Made:
+        started = time.monotonic()
+        made = make()
+        self.spent += time.monotonic() - started
+        self.seconds += float(made.facts["seconds"])
+        return made
 
 
 @dataclass(frozen=True)
 class _Judgement:
     sides: Mapping[str, StepTrace]
-    make: MakeReference
-    make_update: MakeUpdate
+    references: References
 
     def verdict(self) -> Verdict:
         facts = self.sides["A"].facts
         if facts["step"] > facts["begun"] + 1:
             # Errors of the steps before are in the weights, and only whole steps show them.
-            return self._of_whole_steps(self.make(None, None))
-        sample, rounded = self._of_row(0)
-        noise = {size: sampled_noise(sample, one) for size, one in rounded.items()}
+            return self._of_whole_steps(self.references.exact(None))
+        sample = self.references.exact(0)
+        of_sample = self._noise(sample, 0)
+        noise = {size: sampled_noise(sample, one) for size, one in of_sample.items()}
         screening = Screening(self.sides, noise)
         discrepancies = screening.run()
         if not discrepancies:
@@ -107,38 +128,37 @@ class _Judgement:
             return Verdict({**told, "reference": sample.facts}, [], tensors, screening.margin, {})
         first = min(PHASES.index(one.phase) for one in discrepancies.values())
         if PHASES[first] == "rule":
-            verdict = compare(self.sides, sample, rounded, ("rule",))
+            verdict = compare(self.sides, sample, of_sample, ("rule",))
             if verdict.findings:
                 return verdict
         if PHASES[first] in OF_SAMPLES:
             of_phase = [one for one in discrepancies.values() if one.phase == PHASES[first]]
             row = max(0, min(one.row for one in of_phase))
             if row >= sum(sample.facts["rows"]):
-                sample, rounded = self._of_row(row)
-            verdict = compare(self.sides, sample, rounded, OF_SAMPLES[first:])
+                sample = self.references.exact(row)
+                of_sample = self._noise(sample, row)
+            verdict = compare(self.sides, sample, of_sample, OF_SAMPLES[first:])
             if verdict.findings:
                 return _with_all_ranks(verdict, discrepancies)
         if self._follows_from_gradients(discrepancies):
-            update = self.make_update()
+            update = self.references.update()
             verdict = self._by_sampled_noise(update, noise, PHASES[first:])
             if _is_clear(verdict):
                 return verdict
-        exact = self.make(None, None)
+        exact = self.references.exact(None)
         if PHASES[first] in ("gradient", "norm"):
             verdict = self._by_sampled_noise(exact, noise, PHASES[first:])
             if _is_clear(verdict):
                 return verdict
         return self._of_whole_steps(exact)
 
-    def _sizes(self) -> set[float]:
-        return {roundoff_of(trace.facts) for trace in self.sides.values()}
-
-    def _of_row(self, row: int) -> tuple[StepTrace, dict[float, StepTrace]]:
-        """A sample, and the same with errors of the size of each side's precision."""
-        return self.make(None, row), {size: self.make(size, row) for size in self._sizes()}
+    def _noise(self, exact: StepTrace, row: int | None) -> dict[float, Measured]:
+        """By the unit roundoff of each side's precision."""
+        sizes = {roundoff_of(trace.facts) for trace in self.sides.values()}
+        return {size: self.references.rounded(exact, size, row).noise for size in sizes}
 
     def _of_whole_steps(self, exact: StepTrace) -> Verdict:
-        return compare(self.sides, exact, {size: self.make(size, None) for size in self._sizes()})
+        return compare(self.sides, exact, self._noise(exact, None))
 
     def _by_sampled_noise(
         self, exact: StepTrace, noise: Mapping[float, Measured], phases: Sequence[str]
@@ -188,9 +208,9 @@ def _with_all_ranks(
 # -- noise by a sample ------------------------------------------------------------------------
 
 
-def sampled_noise(sample: StepTrace, rounded: StepTrace) -> Measured:
+def sampled_noise(sample: StepTrace, of_sample: Measured) -> Measured:
     """What a whole batch's noise is, by one sample's."""
-    found = measure_noise(sample, rounded)
+    found = dict(of_sample)
     _, rows = sample.facts["rows"]
     wider = math.sqrt(sample.facts["batch"] / rows)
     squares = 0.0

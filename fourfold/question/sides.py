@@ -21,7 +21,13 @@ from fourfold.errors import RunError, UserError
 from fourfold.parallel import layout_of
 from fourfold.question.bisect import SIDES, Verdict
 from fourfold.question.history import on_ranks, scratch_directory
-from fourfold.question.noise import OF_REFERENCE, record_reference, record_update
+from fourfold.question.noise import (
+    OF_REFERENCE,
+    RoundedStep,
+    record_reference,
+    record_rounded,
+    record_update,
+)
 from fourfold.question.screening import judge
 from fourfold.question.step_trace import StepTrace, record_step
 
@@ -70,11 +76,7 @@ class Bisection:
                     f"the sides begin differently: A computed step {traces['A'].facts['step']}, B "
                     f"step {traces['B'].facts['step']}; name one checkpoint with --from"
                 )
-            return judge(
-                traces,
-                partial(self._reference, folder),
-                partial(self._update, folder, traces["A"]),
-            )
+            return judge(traces, OneProcess(self, folder, traces["A"]))
 
     def check(self, side: Side) -> None:
         """Refuse what has no reference: masks that another layout or precision draws otherwise."""
@@ -99,17 +101,17 @@ class Bisection:
         if side.python is not None:
             return self._record_elsewhere(side, directory)
         with scratch_directory() as scratch:
-            config = load_config(side.file, self._overrides(side, scratch))
+            config = load_config(side.file, self.overrides(side, scratch))
             world = layout_of(config).world_size
             opened = None if self.open_foreign is None else partial(self.open_foreign, config)
             work = partial(record_step, config, world, directory, self.step, open_foreign=opened)
             directory.mkdir(parents=True, exist_ok=True)
-            code, facts = on_ranks(world, scratch, work, config, side.threads)
+            code, facts = on_ranks(world, scratch, work, config, side.threads, apart=True)
         if code or not isinstance(facts, dict):
             raise RunError(f"{side.file}: the step could not be computed (exit code {code})")
         return facts
 
-    def _overrides(self, side: Side, scratch: Path) -> list[str]:
+    def overrides(self, side: Side, scratch: Path) -> list[str]:
         start = [] if self.start is None else [f"Engine.save_load.ckpt_dir={self.start.resolve()}"]
         return [*side.overrides, *QUIET, f"Engine.save_load.output_dir={scratch}", *start]
 
@@ -132,41 +134,60 @@ class Bisection:
         facts: dict[str, Any] = json.loads(done.stdout)
         return facts
 
-    def _reference(self, folder: Path, roundoff: float | None, row: int | None) -> StepTrace:
-        """One process with the settings of A that change the numbers."""
-        name = "reference" if roundoff is None else f"rounded_to_{roundoff:g}"
-        directory = folder / (name if row is None else f"{name}_row_{row}")
-        with self._one_process(of_a_row=row is not None) as (config, opened):
-            directory.mkdir(parents=True, exist_ok=True)
-            record_reference(config, directory, self.step, roundoff, opened, row)
-        return StepTrace(directory)
 
-    def _update(self, folder: Path, gradients: StepTrace) -> StepTrace:
-        """The end of the step in that process, from the gradients of a side."""
-        directory = folder / "update"
-        with self._one_process() as (config, opened):
-            directory.mkdir(parents=True, exist_ok=True)
-            record_update(config, directory, gradients, opened)
-        return StepTrace(directory)
+@dataclass(frozen=True)
+class OneProcess:
+    """The references: one process with the settings of A that change the numbers."""
 
-    @contextmanager
-    def _one_process(self, *, of_a_row: bool = False) -> Iterator[tuple[Config, Any]]:
-        side = self.sides[0]
+    bisection: Bisection
+    folder: Path
+    side: StepTrace
+
+    def exact(self, row: int | None) -> StepTrace:
+        def record(config: Config, directory: Path, opened: Any) -> object:
+            return record_reference(config, directory, self.bisection.step, opened, row)
+
+        return StepTrace(self._record(_named("reference", row), record, row))
+
+    def rounded(self, exact: StepTrace, roundoff: float, row: int | None) -> RoundedStep:
+        def record(config: Config, directory: Path, opened: Any) -> object:
+            return record_rounded(config, directory, exact, roundoff, opened, row)
+
+        name = _named(f"rounded_to_{roundoff:g}", row)
+        return RoundedStep.read(self._record(name, record, row))
+
+    def update(self) -> StepTrace:
+        def record(config: Config, directory: Path, opened: Any) -> object:
+            return record_update(config, directory, self.side, opened)
+
+        return StepTrace(self._record("update", record))
+
+    def _record(
+        self, name: str, record: Callable[[Config, Path, Any], object], row: int | None = None
+    ) -> Path:
+        bisection, directory = self.bisection, self.folder / name
+        side = bisection.sides[0]
         own = load_config(side.file, list(side.overrides))
         sizes = own.Data.batch_size
         # A sample is a row, except where masks are drawn for a micro-batch.
-        alone = of_a_row and own.Model.hidden_dropout_prob == 0
+        alone = row is not None and own.Model.hidden_dropout_prob == 0
         micro_batch_size = 1 if alone else sizes.micro_batch_size
         with scratch_directory() as scratch:
             given = [
-                *self._overrides(side, scratch),
+                *bisection.overrides(side, scratch),
                 *OF_REFERENCE,
                 f"Data.batch_size.global_batch_size={sizes.global_batch_size}",
                 f"Data.batch_size.micro_batch_size={micro_batch_size}",
             ]
             config = load_config(side.file, given, 1)
-            opened = None if self.open_foreign is None else partial(self.open_foreign, config)
-            yield config, opened
+            foreign = bisection.open_foreign
+            directory.mkdir(parents=True, exist_ok=True)
+            record(config, directory, None if foreign is None else partial(foreign, config))
+        return directory
+
+
+def _named(name: str, row: int | None) -> str:
+    return name if row is None else f"{name}_row_{row}"
 
 
 @contextmanager

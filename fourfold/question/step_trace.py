@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,28 @@ class TensorPart:
     @property
     def key(self) -> tuple[str, str]:
         return self.phase, self.name
+
+
+class Recorder(Protocol):
+    """Takes the parts of one rank."""
+
+    rank: int
+
+    def write(
+        self,
+        phase: str,
+        name: str,
+        tensor: Tensor,
+        box: Box | None = None,
+        shape: tuple[int, ...] | None = None,
+        micro_batch: int = -1,
+        *,
+        partial: bool = False,
+    ) -> None:
+        """The next part; `box` is where it is in the whole, which has this `shape`."""
+
+    def close(self) -> None:
+        """There is no more."""
 
 
 class StepRecorder:
@@ -146,10 +168,10 @@ class StepTrace:
         dtype = DTYPES[part.dtype]
         if part.box.volume() == 0:
             return torch.empty(part.box.shape, dtype=torch.float64)
-        with (self.directory / f"rank_{part.rank}.bin").open("rb") as file:
+        values = torch.empty(part.box.shape, dtype=dtype)
+        with (self.directory / f"rank_{part.rank}.bin").open("rb", buffering=0) as file:
             file.seek(part.at)
-            raw = bytearray(file.read(part.box.volume() * dtype.itemsize))
-        values = torch.frombuffer(raw, dtype=dtype).view(part.box.shape)
+            file.readinto(values.reshape(-1).view(torch.uint8).numpy().data)
         return values.double() if wide else values
 
     def whole(self, key: tuple[str, str]) -> Tensor | None:
@@ -161,7 +183,7 @@ class StepTrace:
         values = torch.zeros(shape, dtype=torch.float64)
         everything = Box((0,) * len(shape), shape)
         for part in parts:
-            values[part.box.within(everything)] = self.read(part)
+            values[part.box.within(everything)] = self.read(part, wide=False)
         return values
 
 
@@ -175,13 +197,14 @@ def record_step(
     prepare: Callable[[Engine], None] | None = None,
     open_foreign: OpenForeign | None = None,
     row: int | None = None,
+    recorder: Recorder | None = None,
 ) -> dict[str, Any] | None:
     """Compute `step` (the next one by default) on this rank of `world_size`, and write it down.
 
     It is computed from where `config` says the run begins. `around` is a context for each step,
     `prepare` is called before the first. With `row`, in one process, the step is computed for the
-    micro-batch of that row of the batch alone, and there is no update. Returns the facts of the
-    trace on rank 0.
+    micro-batch of that row of the batch alone, and there is no update. A `recorder` may do
+    something else with the parts than to write them. Returns the facts of the trace on rank 0.
     """
     from fourfold.engine import build_engine
 
@@ -202,7 +225,7 @@ def record_step(
                 stack.enter_context(around(engine))
             engine.advance()
     directory.mkdir(parents=True, exist_ok=True)
-    recorder = StepRecorder(directory, engine.mesh.rank)
+    recorder = recorder or StepRecorder(directory, engine.mesh.rank)
     with ExitStack() as stack:
         if around is not None:
             stack.enter_context(around(engine))
@@ -284,7 +307,7 @@ def is_seen(name: str, *, compiled: bool) -> bool:
     return not (compiled and name.startswith("layers.") and name.count(".") > 1)
 
 
-def _watched(engine: Engine, recorder: StepRecorder, row: int | None) -> StepResult:
+def _watched(engine: Engine, recorder: Recorder, row: int | None) -> StepResult:
     runner, step = engine.runner, engine.step + 1
     batch = engine.data.loaders["train"].batch(engine.step)
     rows = Rows.of(engine, batch)
@@ -306,7 +329,8 @@ def _watched(engine: Engine, recorder: StepRecorder, row: int | None) -> StepRes
                 recorder.write("gradient", shard.name, values, shard.box, shard.shape)
 
     _write_inputs(recorder, rows, batch)
-    _write_weights(engine, recorder, "weight")
+    # A step begins with float32 numbers, also one that goes on in float64.
+    _write_weights(engine, recorder, "weight", as_float32=row is not None)
     losses = TokenLosses(runner)
     rates: list[float] = []
     _spy(engine, rates)
@@ -370,7 +394,7 @@ def _batch_place(rows: Rows, tensor: Tensor) -> tuple[Box, tuple[int, ...]]:
     return Box((rows.first, *(0 for _ in rest)), tuple(tensor.shape)), (rows.total, *rest)
 
 
-def _write_inputs(recorder: StepRecorder, rows: Rows, batch: Batch) -> None:
+def _write_inputs(recorder: Recorder, rows: Rows, batch: Batch) -> None:
     given: Mapping[str, Tensor | None] = {
         "tokens": batch.tokens,
         "labels": batch.labels,
@@ -385,9 +409,12 @@ def _write_inputs(recorder: StepRecorder, rows: Rows, batch: Batch) -> None:
     recorder.write("input", "valid tokens", valid)
 
 
-def _write_weights(engine: Engine, recorder: StepRecorder, phase: str) -> None:
+def _write_weights(
+    engine: Engine, recorder: Recorder, phase: str, *, as_float32: bool = False
+) -> None:
     for shard in engine.runner.shards.values():
-        recorder.write(phase, shard.name, shard.local, shard.box, shard.shape)
+        values = shard.local.float() if as_float32 else shard.local
+        recorder.write(phase, shard.name, values, shard.box, shard.shape)
 
 
 def _spy(engine: Engine, rates: list[float]) -> None:
@@ -402,7 +429,7 @@ def _spy(engine: Engine, rates: list[float]) -> None:
     engine.optimizer.update = noted  # type: ignore[method-assign]
 
 
-def _write_rules(engine: Engine, recorder: StepRecorder, learning_rate: float) -> None:
+def _write_rules(engine: Engine, recorder: Recorder, learning_rate: float) -> None:
     """Learning rate and weight decay of each parameter that AdamW updates."""
     found = {}
     for key, parameter in engine.optimizer.parameters.items():

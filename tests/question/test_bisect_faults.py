@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,13 @@ from fourfold.data import Loader, loader
 from fourfold.engine import Engine
 from fourfold.parallel import Runner, data_parallel, runner, tensor
 from fourfold.question.bisect import TensorFinding, Verdict
-from fourfold.question.noise import OF_REFERENCE, record_reference, record_update
+from fourfold.question.noise import (
+    OF_REFERENCE,
+    RoundedStep,
+    record_reference,
+    record_rounded,
+    record_update,
+)
 from fourfold.question.screening import judge
 from fourfold.question.step_trace import StepTrace, record_step
 
@@ -43,43 +48,23 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.workshop = Workshop(folder)
-        self.made: dict[tuple[object, ...], StepTrace] = {}
+        self.made: dict[tuple[object, ...], Path] = {}
 
     def overrides(self, case: Case, *, shared: bool) -> list[str]:
         sizes = [one for one in case.extras if "micro_batch_size" in one]
         own = [*case.shared(), *sizes] if shared else case.overrides()
         return [*SMALL, *own]
 
-    def reference(
-        self, case: Case, step: int, roundoff: float | None, row: int | None
-    ) -> StepTrace:
-        given = [*self.overrides(case, shared=True), *OF_REFERENCE]
-        if row is not None and not set(DROPOUT) & set(case.settings):
-            given.append("Data.batch_size.micro_batch_size=1")
-
-        def record(config: Config, directory: Path) -> object:
-            return record_reference(config, directory, step, roundoff, row=row)
-
-        return self.alone(given, record, step, roundoff, row)
-
-    def update(self, case: Case, side: StepTrace) -> StepTrace:
-        given = [*self.overrides(case, shared=True), *OF_REFERENCE]
-
-        def record(config: Config, directory: Path) -> object:
-            return record_update(config, directory, side)
-
-        return self.alone(given, record, "update", side.directory)
-
     def alone(
         self, given: list[str], record: Callable[[Config, Path], object], *key: object
-    ) -> StepTrace:
+    ) -> Path:
         """What `record` writes in one process."""
         if (*given, *key) not in self.made:
             name = f"reference_{len(self.made)}"
             directory = self.workshop.folder / name
             config = self.workshop.config(1, f"{name}_run", given)
             on_ranks(1, lambda rank: record(config, directory))
-            self.made[*given, *key] = StepTrace(directory)
+            self.made[*given, *key] = directory
         return self.made[*given, *key]
 
     def side(self, case: Case, step: int, fault: Fault | None = None) -> StepTrace:
@@ -99,8 +84,8 @@ class Bench:
                 record_step(config, case.world, directory, step, around=around)
 
             on_ranks(case.world, work)
-            self.made[key] = StepTrace(directory)
-        return self.made[key]
+            self.made[key] = directory
+        return StepTrace(self.made[key])
 
     def compare(self, case: Case, step: int, fault: Fault | None = None) -> Verdict:
         """One process against the layout of a case, with a fault in it."""
@@ -110,8 +95,43 @@ class Bench:
         if case.dtype == "float64":  # torch's default there, and no precision of the table
             for trace in sides.values():
                 trace.facts["dtype"] = "float64"
-        update = partial(self.update, case, sides["A"])
-        return judge(sides, partial(self.reference, case, step), update)
+        return judge(sides, InFloat64(self, case, step, sides["A"]))
+
+
+@dataclass(frozen=True)
+class InFloat64:
+    """The references of a case."""
+
+    bench: Bench
+    case: Case
+    step: int
+    side: StepTrace
+
+    def given(self, row: int | None = None) -> list[str]:
+        given = [*self.bench.overrides(self.case, shared=True), *OF_REFERENCE]
+        if row is not None and not set(DROPOUT) & set(self.case.settings):
+            given.append("Data.batch_size.micro_batch_size=1")
+        return given
+
+    def exact(self, row: int | None) -> StepTrace:
+        def record(config: Config, directory: Path) -> object:
+            return record_reference(config, directory, self.step, row=row)
+
+        return StepTrace(self.bench.alone(self.given(row), record, self.step, row))
+
+    def rounded(self, exact: StepTrace, roundoff: float, row: int | None) -> RoundedStep:
+        def record(config: Config, directory: Path) -> object:
+            return record_rounded(config, directory, exact, roundoff, row=row)
+
+        made = self.bench.alone(self.given(row), record, self.step, row, roundoff)
+        return RoundedStep.read(made)
+
+    def update(self) -> StepTrace:
+        def record(config: Config, directory: Path) -> object:
+            return record_update(config, directory, self.side)
+
+        made = self.bench.alone(self.given(), record, "update", self.side.directory)
+        return StepTrace(made)
 
 
 @pytest.fixture(scope="module")
