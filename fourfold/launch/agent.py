@@ -335,7 +335,9 @@ class RoundWatch(Watch):
         if exchange.broken or exchange.quiet_seconds() > seconds:
             self.workers.kill()
             self.console.show(whole_lines=False)
-            how = "was closed" if exchange.broken else f"has been silent for {seconds:g} s"
+            how = f"has been silent for {seconds:g} s"
+            if exchange.broken:
+                how = f"was closed ({exchange.broken})"
             raise MeetingLost(
                 f"the connection to {where}, where the machines meet, {how}: {self.machines.host}, "
                 "its `fourfold train` or the network between it and "

@@ -197,7 +197,7 @@ class PeerExchange:
         self._states = states
         self._own = replace(self._own, round=token, status="", has_stacks=False)
         self._entered = now = time.monotonic()
-        for seen in self.seen.values():
+        for seen in [*self.seen.values()]:
             seen.heard = now
         self._wake.set()
 
@@ -304,7 +304,7 @@ class PeerExchange:
                 with self.speaking:
                     self._speak()
             except Exception as error:  # torch's are of many kinds
-                self.broken = str(error).partition("\n")[0] or type(error).__name__
+                self.broken = f"{type(error).__name__}: {error}".partition("\n")[0].strip()
                 self._done.set()
                 return
             self._done.set()

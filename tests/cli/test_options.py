@@ -67,7 +67,7 @@ MUP_SWEEP = (
     "mup sweep -c run.yaml --widths 16,32 --steps 10 --learning-rates 0.0001,0.01,10 "
     "-o Data.dataset.max_seq_len=8"
 )
-QUICKSTART = "quickstart -c short.yaml --max-mb 0.05 -o Engine.max_steps=1"
+QUICKSTART = "quickstart -c short.yaml --max-mb 0.1 -o Engine.max_steps=1"
 PREPARE = "data prepare -i texts.jsonl --output-prefix new --tokenizer tokenizer.json --workers 1"
 LEARN = "data train-tokenizer -i texts.jsonl --output new.json --vocab-size 280"
 INSPECT, VERIFY = "data inspect data", "data verify data"
@@ -253,7 +253,9 @@ ROWS: dict[str, Row] = {
     "bisect --json": Row(BISECT, "... --json", r"^exit 0\n\{", slow=True),
     "diff run": Row("diff", "... new steps", "steps in both logs", before=TRAIN),
     "diff other": Row("diff new", "... steps", "steps in both logs", before=TRAIN, slow=True),
-    "diff --explain": Row("diff new steps", "... --explain", "replay", before=TRAIN, slow=True),
+    "diff --explain": Row(
+        "diff new steps", "... --explain", "replay", before=f"{TRAIN} -o Global.seed=8", slow=True
+    ),
     "diff --plot": Row(
         "diff new steps", "... --plot losses.png", "losses.png", before=TRAIN, slow=True
     ),
@@ -319,7 +321,9 @@ ROWS: dict[str, Row] = {
     # quickstart
     "quickstart --override": Row(QUICKSTART, "... -o Engine.max_steps=2", "step_2/", slow=True),
     "quickstart --dir": Row(QUICKSTART, "... --dir there", "there/corpus", slow=True),
-    "quickstart --max-mb": Row(QUICKSTART, "... --max-mb 0.1", "0.1 MB", slow=True),
+    "quickstart --max-mb": Row(
+        QUICKSTART, "... --max-mb 0.3", "corpus.jsonl: 0.[23] MB", slow=True
+    ),
     "quickstart --config": Row(QUICKSTART, "... --config none.yaml", "none.yaml", slow=True),
     # data prepare
     "data prepare --input": Row(PREPARE.replace("-i texts.jsonl", ""), PREPARE, "documents"),
