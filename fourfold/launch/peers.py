@@ -169,11 +169,15 @@ class PeerExchange:
         self.listens = True
         # Held while it speaks, so that no process is forked in the middle of a sentence.
         self.speaking = threading.Lock()
+        # Held while the round is another, so that nothing of the last one is taken into it.
+        self._changing = threading.Lock()
         self._store = store
         self._own = PeerReport(host)
+        self._begun = self._spoken = 0  # which time it speaks, and has spoken
         self._states: Callable[[], dict[int, RankState]] = dict
         self._waiting = waiting
-        self._wake, self._done, self._closed = (threading.Event() for _ in range(3))
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._spoke = threading.Condition()
         self._entered = 0.0
         self._outbox: list[Callable[[], object]] = []
         self._speak()
@@ -193,9 +197,10 @@ class PeerExchange:
 
     def enter(self, token: str, states: Callable[[], dict[int, RankState]]) -> None:
         """Take part in a round: from now on report these ranks, and look for its end."""
-        self.end, self.marks, self.nodes_waiting = None, {}, 0
-        self._states = states
-        self._own = replace(self._own, round=token, status="", has_stacks=False)
+        with self._changing:
+            self.end, self.marks, self.nodes_waiting = None, {}, 0
+            self._states = states
+            self._own = replace(self._own, round=token, status="", has_stacks=False)
         self._entered = now = time.monotonic()
         for seen in [*self.seen.values()]:
             seen.heard = now
@@ -203,8 +208,9 @@ class PeerExchange:
 
     def wait_for_round(self) -> None:
         """Between two rounds."""
-        self._states, self.end = dict, None
-        self._own = replace(self._own, round="", status="", has_stacks=False)
+        with self._changing:
+            self._states, self.end = dict, None
+            self._own = replace(self._own, round="", status="", has_stacks=False)
 
     def say_last(self, key: str, value: str) -> None:
         self._outbox.append(lambda: self._store.set(key, value))
@@ -233,11 +239,12 @@ class PeerExchange:
 
     def refresh(self, seconds: float = 3.0) -> bool:
         """Speak once more, now; whether that was done in time."""
-        if self.broken:
-            return False
-        self._done.clear()
+        # One that is under way may have begun before there was something to say.
+        wanted = self._begun + 1
         self._wake.set()
-        return self._done.wait(seconds)
+        with self._spoke:
+            self._spoke.wait_for(lambda: self._spoken >= wanted or bool(self.broken), seconds)
+            return self._spoken >= wanted
 
     def leave(self) -> None:
         """The last report: that this process is through with the round."""
@@ -298,36 +305,50 @@ class PeerExchange:
     # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self._closed.is_set() and not self.broken:
             self._wake.clear()
             try:
                 with self.speaking:
                     self._speak()
             except Exception as error:  # torch's are of many kinds
                 self.broken = f"{type(error).__name__}: {error}".partition("\n")[0].strip()
-                self._done.set()
-                return
-            self._done.set()
-            self._wake.wait(self.pulse_seconds)
+            with self._spoke:
+                self._spoken = self._spoken if self.broken else self._begun
+                self._spoke.notify_all()
+            self._wake.wait(0.0 if self.broken else self.pulse_seconds)
 
     def _speak(self) -> None:
         store = self._store
+        self._begun += 1
         while self._outbox:
             self._outbox[0]()
             self._outbox.pop(0)
-        self._own = replace(self._own, number=self._own.number + 1, ranks=self._states())
-        store.set(f"fourfold/report/{self.index}", self._own.encode())
+        states = self._states()
+        # The supervisor may enter another round in the middle of this.
+        own = replace(self._own, number=self._begun, ranks=states)
+        store.set(f"fourfold/report/{self.index}", own.encode())
         if self.listens:
             self._listen(store)
-        if self._own.round:
-            if self.end is None and store.check([self._key("end")]):
-                self.end = read_end(store.get(self._key("end")))
-            for name in ("stacks", "regroup", "leaving"):
-                if store.check([self._key(name)]):
-                    self.marks[name] = store.get(self._key(name)).decode(errors="replace").strip()
-            if self._waiting is not None:
-                self.nodes_waiting = self._waiting()
+        if own.round:
+            self._read_notes(store, own.round)
         self.answered = time.monotonic()
+
+    def _read_notes(self, store: Store, token: str) -> None:
+        """What was left in a round for all to see. A note that is not there is not asked for: the
+        store would wait for it."""
+        keys = {name: _note_key(token, name) for name in ("end", "stacks", "regroup", "leaving")}
+        notes = {name: store.get(key) for name, key in keys.items() if store.check([key])}
+        waiting = 0 if self._waiting is None else self._waiting()
+        with self._changing:
+            if self._own.round != token:
+                return
+            if self.end is None and "end" in notes:
+                self.end = read_end(notes["end"])
+            notes.pop("end", None)
+            self.marks |= {
+                name: note.decode(errors="replace").strip() for name, note in notes.items()
+            }
+            self.nodes_waiting = waiting
 
     def _listen(self, store: Store) -> None:
         everyone = range(1, store.add("fourfold/speakers", 0) + 1)
@@ -344,4 +365,8 @@ class PeerExchange:
                 self.seen[index] = Seen(report, now)
 
     def _key(self, name: str) -> str:
-        return f"fourfold/{self._own.round}/{name}"
+        return _note_key(self._own.round, name)
+
+
+def _note_key(token: str, name: str) -> str:
+    return f"fourfold/{token}/{name}"

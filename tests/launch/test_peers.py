@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 from helpers.ranks import on_ranks
@@ -130,3 +134,38 @@ def test_a_rank_that_waits_says_for_whom(
 
     on_ranks(2, join)
     assert "waiting for 1 of 2 ranks at 127.0.0.1:" in capfd.readouterr().err
+
+
+class Interrupted:
+    """A store in which something happens after a note was found, before it is read."""
+
+    def __init__(self, store: HashStore) -> None:
+        self.store = store
+        self.then: Callable[[], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self.store.check(keys)
+        if found and keys[0].endswith("regroup") and self.then is not None:
+            then, self.then = self.then, None
+            then()
+        return found
+
+
+def test_a_round_that_ends_while_its_notes_are_read() -> None:
+    """It neither waits for a note of no round, nor takes one into the next."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    interrupted = Interrupted(store)
+    exchange = PeerExchange(interrupted, "node0")  # type: ignore[arg-type]
+    exchange.enter("one", dict)
+    exchange.mark("regroup", "now")
+    assert exchange.marks == {"regroup": "now"}
+    interrupted.then = partial(exchange.enter, "two", dict)
+    assert exchange.refresh() and exchange.refresh()
+    assert not exchange.broken and exchange.marks == {}
+    report = read_report(store.get(f"fourfold/report/{exchange.index}"))
+    assert report is not None and report.round == "two"
+    exchange.close()
