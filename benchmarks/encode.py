@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fourfold.processors import processor_name
+
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 Encode = Callable[[str], list[int]]
@@ -35,7 +37,9 @@ def main() -> None:
     options = parser.parse_args()
     texts = documents(int(options.megabytes * 1e6))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    print(f"{processor()}; {megabytes:.1f} MB of Python in {len(texts)} documents, one processor,")
+    print(
+        f"{processor_name()}, of which one; {megabytes:.1f} MB of Python in {len(texts)} documents,"
+    )
     print(f"medians of {options.rounds}; MB per second of processor time\n")
     print("| tokenizer | path | ours, first | ours, again | its own library | `tokenizers` | ids |")
     print("|---|---|---|---|---|---|---|")
@@ -156,11 +160,6 @@ def documents(num_bytes: int) -> list[str]:
             texts.append(text)
             size += len(text.encode())
     return texts
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
+
+from fourfold.processors import processor_name
 
 VOCAB, PROMPT, NEW, LONG_PROMPT = 50304, 64, 64, 512
 TOP_K, TOP_P = 50, 0.75
@@ -363,13 +363,6 @@ def whole_number_linears(model: Any, weights: str) -> None:
 # -- the report -----------------------------------------------------------------------------------
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def report(
     results: dict[tuple[str, str], list[dict[str, Any]]],
     bandwidth: float,
@@ -387,8 +380,8 @@ def report(
         return statistics.median(pick(run) for run in results["fourfold", weights])
 
     print(
-        f"{options.family} on {processor()}, {options.threads} threads, torch {torch.__version__}"
-        + (", processor's time" if options.cpu_time else "")
+        f"{options.family} on {processor_name()}, {options.threads} threads, "
+        f"torch {torch.__version__}" + (", processor's time" if options.cpu_time else "")
     )
     print(
         f"read bandwidth {bandwidth / 1e9:.1f} GB/s; products, in 1e9 operations a second: ", end=""

@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.processors import processor_name
+
 SEED = 1234
 WEIGHTS = (0.35, 0.65)
 PARTS = ("blend: sources", "blend: samples")
@@ -108,7 +110,7 @@ def compare(arguments: argparse.Namespace, names: list[str]) -> None:
         sys.exit("the indices differ")
     tokens = arguments.documents * arguments.mean
     samples = results["ours"][0]["samples"]
-    print(f"{processor()}, {os.cpu_count()} cores")
+    print(f"{processor_name()}, {os.cpu_count()} cores")
     print(f"{arguments.documents:,} documents, about {tokens:,} tokens, {samples:,} samples")
     print(f"a blend of {arguments.blend:,} samples; medians of {arguments.rounds} runs")
     if "peer" in names:
@@ -274,11 +276,6 @@ def peak_megabytes() -> float:
     """The most this process has held; getrusage would begin with what its parent held."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 # -- before them ----------------------------------------------------------------------------------

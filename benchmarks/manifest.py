@@ -38,6 +38,7 @@ from fourfold.checkpoint.manifest import read_manifest, write_manifest
 from fourfold.checkpoint.tensor_files import parts_by_file, shard_names
 from fourfold.model import ModelShape, table_of
 from fourfold.model.params import split_range
+from fourfold.processors import processor_name
 from fourfold.shards import Box
 
 GPT3 = ModelShape(
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     tensors = names_and_shapes()
-    print(f"{_processor()}, Python {platform.python_version()}")
+    print(f"{processor_name()}, Python {platform.python_version()}")
     print(f"{len(tensors)} tensors, mp {MP} x sharding")
     print("  ways    pieces  files   indices          save              open              list")
     for ranks in options.ways:
@@ -179,11 +180,6 @@ def row(tensors: dict[str, Any], ranks: int, rounds: int, folder: Path) -> str:
         shutil.copytree(directory, folder / f"step_{number}")
     listing = median(rounds, lambda: history(folder))
     return f"{ranks:6} {pieces:9,} {files:6} {size / 1e6:6.2f} MB {saving} {opening} {listing}"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 if __name__ == "__main__":

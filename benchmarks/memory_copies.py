@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from parallel import processor
 from parallel_ranks import Desk, Ranks, say, table
 from save import timed_step
 
@@ -29,6 +28,7 @@ from fourfold.config import Config
 from fourfold.engine import Engine, build_engine, resuming
 from fourfold.engine.memory_copies import MemoryCopies
 from fourfold.metrics import Sinks
+from fourfold.processors import processor_name
 
 TOKENS = 100_000
 VOCABULARY = 50304
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     options = parser.parse_args()
-    print(f"{processor()}, torch {torch.__version__}\n")
+    print(f"{processor_name()}, torch {torch.__version__}\n")
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=copy_store.MEMORY) as memory,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,8 @@ import urllib.request
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
+
+from fourfold.processors import processor_name
 
 CONFIG = """
 Global: {{device: cpu, seed: 1}}
@@ -134,14 +135,6 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, list[floa
         return times
 
 
-def processor() -> str:
-    lines: list[str] = []
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -164,7 +157,7 @@ def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
     import torch
 
     what: Any = "everything" if options.only is None else f"{options.only} alone"
-    print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{options.rounds} rounds of {options.steps} steps; seconds of a step, median:")
     for name, found in times.items():
         shown = what if name == "everything" else name

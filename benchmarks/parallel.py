@@ -10,7 +10,6 @@ threads and against `DistributedDataParallel` and `fully_shard` written by hand,
 from __future__ import annotations
 
 import argparse
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +19,8 @@ import parallel_memory
 import parallel_speed
 import torch
 from parallel_ranks import Desk, say
+
+from fourfold.processors import processor_name
 
 SECTIONS = ("memory", "build", "speed", "launch")
 TOKENS = 400_000
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="ranks, for memory")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="for memory")
     options = parser.parse_args()
-    print(f"{processor()}, torch {torch.__version__}\n")
+    print(f"{processor_name()}, torch {torch.__version__}\n")
     for section in [options.only] if options.only else SECTIONS:
         start = time.perf_counter()
         print(f"## {section}\n")
@@ -54,13 +55,6 @@ def run(section: str, folder: Path, options: argparse.Namespace) -> None:
     else:
         desk = Desk(folder, parallel_build.LAUNCH_SHAPE, TOKENS, 1024)
         parallel_build.launch_table(desk, [1, 2, 4, 8], options.repeats)
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from fourfold.processors import processor_name
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -78,7 +80,7 @@ def compare(directory: Path, options: argparse.Namespace) -> None:
             assert ours == theirs, f"{prefix}: the .{ending} files differ"
     megabytes = text.stat().st_size / 1e6
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    print(f"\n{processor()}, {os.cpu_count()} cores")
+    print(f"\n{processor_name()}, {os.cpu_count()} cores")
     print(f"{megabytes:.0f} MB of JSON lines, {workers} workers, medians of {options.rounds}\n")
     print("| | seconds | MB/s of text | |\n|---|---|---|---|")
     for name, median in medians.items():
@@ -94,11 +96,6 @@ def compressed_forms(text: Path) -> dict[str, Path]:
         zst.write_bytes(zstandard.ZstdCompressor(level=3).compress(text.read_bytes()))
         gz.write_bytes(gzip.compress(text.read_bytes(), compresslevel=6))
     return {"plain": text, "zst": zst, "gz": gz}
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 def repeated_corpus(directory: Path, num_bytes: int) -> Path:

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from parallel import processor
 from parallel_memory import run_step
 from parallel_ranks import Desk, say, table
 
@@ -35,6 +34,7 @@ from fourfold.config.batch_schedule import BatchSchedule
 from fourfold.engine import Engine, build_engine, saving
 from fourfold.metrics import Meter
 from fourfold.model import ModelShape, table_of
+from fourfold.processors import processor_name
 
 GPT2 = [
     "Model.vocab_size=50304",
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="pairs of steps with and without")
     parser.add_argument("--directory", type=Path, default=Path("."), help="on the disk in question")
     options = parser.parse_args()
-    print(f"{processor()}, torch {torch.__version__}\n")
+    print(f"{processor_name()}, torch {torch.__version__}\n")
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         desk = Desk(Path(folder), GPT2, TOKENS, 50304)
         if options.rounds:

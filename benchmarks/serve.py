@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
 import socket
 import statistics
@@ -36,6 +35,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
+
+from fourfold.processors import processor_name
 
 VOCAB, PROMPT, NEW, TOP_K = 50304, 64, 64, 50
 # Each is one token of GPT-2 after a blank.
@@ -200,15 +201,10 @@ async def ask(http: httpx.AsyncClient, model: str, client: int, turn: int) -> Ti
     return Timed(stamps[0] - began, time.perf_counter() - began, gaps, tokens)
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def report(results: dict[str, Results], options: argparse.Namespace) -> None:
-    print(f"{processor()}, {options.weights}, {options.slots} slots, {options.threads} threads, ")
+    print(
+        f"{processor_name()}, {options.weights}, {options.slots} slots, {options.threads} threads, "
+    )
     print(f"{options.requests} requests a client, load average {os.getloadavg()[0]:.1f}\n")
     print("| server | clients | tokens/s | first token, median | own prompt + 2 steps | slowest |")
     print("|---|---|---|---|---|---|")

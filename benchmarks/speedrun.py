@@ -23,19 +23,19 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
+
+from fourfold.processors import processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "gpt"
@@ -384,7 +384,7 @@ class Curve:
 
 
 def say_results(curves: list[Curve], options: argparse.Namespace) -> None:
-    print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+    print(f"{processor_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
           f"{options.dtype}; bits per byte of the validation split\n")  # fmt: skip
     names = [curve.name for curve in curves]
     print("| seconds | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
@@ -408,14 +408,6 @@ def say_results(curves: list[Curve], options: argparse.Namespace) -> None:
                 second = curve.reaches(goal)
                 share = "never" if second is None else f"{second:.0f} s, {second / whole:.0%} of it"
                 print(f"{curve.name} is there after {share}")
-
-
-def processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def draw(curves: list[Curve], picture: Path) -> None:

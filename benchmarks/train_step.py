@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fourfold.processors import processor_name
 
 
 class Size(NamedTuple):
@@ -338,13 +339,6 @@ def bound(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": size.layers * (layer + attention) + linear(size.hidden, size.vocab)}
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def report(
     results: dict[Variant, list[dict[str, Any]]],
     bounds: dict[str, list[float]],
@@ -364,7 +358,7 @@ def report(
         for dtype in options.dtypes
     }
     instructions = ", AVX2 only" if options.avx2 else ""
-    print(f"{processor()}{instructions}, {options.threads} threads, torch {torch.__version__}")
+    print(f"{processor_name()}{instructions}, {options.threads} threads, torch {torch.__version__}")
     print(
         f"{options.family} {options.size}, {size.batch} x {size.seq} tokens a step, attention "
         f"dropout {options.dropout:g}, medians of {options.rounds} x {options.steps} steps\n"

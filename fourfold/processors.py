@@ -1,4 +1,4 @@
-"""The number of processors (CPU cores) this process may use.
+"""The processors (CPU cores) of this machine: their name, and how many this process may use.
 
 A container often sees all cores of its machine and may use few of them, so the affinity mask and
 the CPU quota of its control group (cgroup, version 1 or 2) both count.
@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
+
+
+def processor_name() -> str:
+    """As the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine() or "a CPU"
 
 
 def num_processors() -> int:

@@ -24,6 +24,7 @@ from fourfold import __version__
 from fourfold.config import Config
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
+from fourfold.processors import processor_name
 
 PACKAGE = Path(__file__).parent.parent
 # Libraries whose numbers a run depends on.
@@ -77,12 +78,7 @@ def hardware_of(device: torch.device) -> str:
     """What this rank computes with, as far as its numbers or its pace depend on it."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "a CPU"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "a CPU"
+    return processor_name()
 
 
 def compare_hardware(mesh: Mesh, device: torch.device) -> list[str]:
