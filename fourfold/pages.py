@@ -5,7 +5,7 @@
     with_data(text, document)     a page to send: with its policy and a document inside
 
 A page has one `<style>` and one `<script>`, no attributes with style or code, and for `with_data`
-the two places below.
+the two places below. What pages have in common is put into the script where it says `THEME_PLACE`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
+THEME_PLACE = "// <theme.js>\n"
 POLICY_PLACE = "<!-- policy -->"
 DATA_PLACE = '<script type="application/json" id="document">null</script>'
 # What could end the element or begin a comment, and what old parsers of JavaScript take for an end
@@ -25,7 +26,11 @@ UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def load_page(package: str, name: str) -> str:
-    return files(package).joinpath(name).read_text(encoding="utf-8")
+    text, theme = (
+        files(where).joinpath(file).read_text(encoding="utf-8")
+        for where, file in ((package, name), ("fourfold", "theme.js"))
+    )
+    return text.replace(THEME_PLACE, theme, 1)
 
 
 def policy_of(text: str, *, connects: bool) -> str:

@@ -92,7 +92,7 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Installed) -> None
         for file in (ROOT / "fourfold").rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    assert {"py.typed", "serve/playground.html", "plan/published_runs.csv"} <= ours
+    assert {"py.typed", "theme.js", "serve/playground.html", "plan/published_runs.csv"} <= ours
     code = (
         "import fourfold, pathlib; base = pathlib.Path(fourfold.__file__).parent\n"
         "for file in base.rglob('*'): print(file.relative_to(base))"

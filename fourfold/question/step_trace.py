@@ -79,7 +79,7 @@ class TensorPart:
         return self.phase, self.name
 
 
-class Recorder(Protocol):
+class PartRecorder(Protocol):
     """Takes the parts of one rank."""
 
     rank: int
@@ -197,7 +197,7 @@ def record_step(
     prepare: Callable[[Engine], None] | None = None,
     open_foreign: OpenForeign | None = None,
     row: int | None = None,
-    recorder: Recorder | None = None,
+    recorder: PartRecorder | None = None,
 ) -> dict[str, Any] | None:
     """Compute `step` (the next one by default) on this rank of `world_size`, and write it down.
 
@@ -307,7 +307,7 @@ def is_seen(name: str, *, compiled: bool) -> bool:
     return not (compiled and name.startswith("layers.") and name.count(".") > 1)
 
 
-def _watched(engine: Engine, recorder: Recorder, row: int | None) -> StepResult:
+def _watched(engine: Engine, recorder: PartRecorder, row: int | None) -> StepResult:
     runner, step = engine.runner, engine.step + 1
     batch = engine.data.loaders["train"].batch(engine.step)
     rows = Rows.of(engine, batch)
@@ -394,7 +394,7 @@ def _batch_place(rows: Rows, tensor: Tensor) -> tuple[Box, tuple[int, ...]]:
     return Box((rows.first, *(0 for _ in rest)), tuple(tensor.shape)), (rows.total, *rest)
 
 
-def _write_inputs(recorder: Recorder, rows: Rows, batch: Batch) -> None:
+def _write_inputs(recorder: PartRecorder, rows: Rows, batch: Batch) -> None:
     given: Mapping[str, Tensor | None] = {
         "tokens": batch.tokens,
         "labels": batch.labels,
@@ -410,7 +410,7 @@ def _write_inputs(recorder: Recorder, rows: Rows, batch: Batch) -> None:
 
 
 def _write_weights(
-    engine: Engine, recorder: Recorder, phase: str, *, as_float32: bool = False
+    engine: Engine, recorder: PartRecorder, phase: str, *, as_float32: bool = False
 ) -> None:
     for shard in engine.runner.shards.values():
         values = shard.local.float() if as_float32 else shard.local
@@ -429,7 +429,7 @@ def _spy(engine: Engine, rates: list[float]) -> None:
     engine.optimizer.update = noted  # type: ignore[method-assign]
 
 
-def _write_rules(engine: Engine, recorder: Recorder, learning_rate: float) -> None:
+def _write_rules(engine: Engine, recorder: PartRecorder, learning_rate: float) -> None:
     """Learning rate and weight decay of each parameter that AdamW updates."""
     found = {}
     for key, parameter in engine.optimizer.parameters.items():
