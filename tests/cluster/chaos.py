@@ -132,12 +132,15 @@ class Chaos:
         self._power_off(fault)
         self._goes_on(fault)
 
-    def _power_off(self, fault: Fault) -> None:
+    def _power_off(self, fault: Fault) -> set[str]:
+        """Returns the rounds that had trained by then."""
         machine = self._any(fault, "gone")
         self.machines.power_off(machine, cut_first=self.choose.random() < 0.5)
+        seen = self.run.seen_rounds()
         time.sleep(2)
         self.machines.boot(machine)
         self.run.start(machine)
+        return seen
 
     def come_back(self, fault: Fault) -> None:
         """A machine is lost, the others train without it, and it comes back into a round of all.
@@ -173,8 +176,9 @@ class Chaos:
         """A second failure while the run recovers from the first."""
         self._kill_rank(fault)
         time.sleep(self.choose.uniform(0.5, 4))
-        self._power_off(fault)
-        self._goes_on(fault)
+        # The recovery from the first may be over by then.
+        seen = self._power_off(fault)
+        fault.seconds = self.run.goes_on(seen, self.began)
 
     def slow_link(self, fault: Fault) -> None:
         how = self.choose.choice([{"delay": 0.02}, {"rate": 2_000_000}])
