@@ -373,6 +373,8 @@ def torchrun_command(
 
 def become(command: list[str]) -> NoReturn:
     """Replace this process by torchrun."""
+    # By itself it kills ranks that need longer than 30 seconds for the save of a stop.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     # The signal that asks ranks for their stacks would end it.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     os.execv(command[0], command)
