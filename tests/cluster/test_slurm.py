@@ -207,7 +207,7 @@ def test_a_job_that_has_to_give_way(slurm: Slurm, undisturbed: dict[str, bytes])
 @pytest.mark.slow
 def test_a_time_limit(slurm: Slurm, undisturbed: dict[str, bytes]) -> None:
     """SLURM counts minutes, and sends a signal up to a minute early."""
-    run = Run(slurm, "timed", sbatch=("--time=1", "--signal=TERM@40"))
+    run = Run(slurm, "timed", sbatch=("--time=1", "--signal=TERM@48"))
     run.until_restarted(1)
     slurm.call(f"scontrol update jobid={run.job} timelimit=10")
     ended = run.until("COMPLETED", "FAILED", "TIMEOUT")
