@@ -39,8 +39,13 @@ from torch.linalg import vector_norm
 from fourfold.config import Config
 from fourfold.data import Batch
 from fourfold.model.gpt import CoreAttention, Embedding, Head, HeadNorm
-from fourfold.question.step_trace import FACTS, StepTrace, record_step
-from fourfold.shards import Box
+from fourfold.question.step_trace import (
+    FACTS,
+    PartRecorder,
+    StepTrace,
+    TensorPart,
+    record_step,
+)
 
 if TYPE_CHECKING:
     from fourfold.engine import Engine
@@ -309,33 +314,21 @@ class _Sums:
         return Noise(self.largest, typical, self.magnitude, size)
 
 
-class NoiseRecorder:
+class NoiseRecorder(PartRecorder):
     """Takes the parts of a run under rounding errors in the order of the exact run's, and keeps of
     every logical tensor how far it is from that."""
 
-    rank = 0
-
     def __init__(self, exact: StepTrace, directory: Path) -> None:
+        super().__init__(rank=0)
         self._exact, self._file = exact, directory / NOISE
         self._parts = {key: iter(parts) for key, parts in exact.parts.items()}
         self._sums = {key: _Sums() for key in exact.parts}
 
-    def write(
-        self,
-        phase: str,
-        name: str,
-        tensor: Tensor,
-        box: Box | None = None,
-        shape: tuple[int, ...] | None = None,
-        micro_batch: int = -1,
-        *,
-        partial: bool = False,
-    ) -> None:
-        part = next(self._parts[phase, name])
-        assert box is None or part.box == box, f"{name}: another part of it than in the exact run"
-        if tensor.numel():
-            rounded = tensor.detach().cpu().double()
-            self._sums[phase, name].add(self._exact.read(part), rounded)
+    def take(self, part: TensorPart, values: Tensor) -> None:
+        same = next(self._parts[part.key])
+        assert part.box == same.box, f"{part.name}: another part of it than in the exact run"
+        if values.numel():
+            self._sums[part.key].add(self._exact.read(same), values.double())
 
     def close(self) -> None:
         found = {key: sums.noise() for key, sums in self._sums.items()}

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -79,10 +79,11 @@ class TensorPart:
         return self.phase, self.name
 
 
-class PartRecorder(Protocol):
+class PartRecorder:
     """Takes the parts of one rank."""
 
-    rank: int
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
     def write(
         self,
@@ -95,41 +96,33 @@ class PartRecorder(Protocol):
         *,
         partial: bool = False,
     ) -> None:
-        """The next part; `box` is where it is in the whole, which has this `shape`."""
+        """The next part: `box` is where it is in the whole, which has this `shape`."""
+        values = tensor.detach().cpu().contiguous()
+        if box is None:
+            box = Box((0,) * values.dim(), tuple(values.shape))
+        whole = tuple(values.shape) if shape is None else shape
+        dtype = str(values.dtype).removeprefix("torch.")
+        part = TensorPart(phase, name, self.rank, box, whole, dtype, 0, micro_batch, partial)
+        self.take(part, values)
+
+    def take(self, part: TensorPart, values: Tensor) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """There is no more."""
 
 
-class StepRecorder:
-    """Writes the parts of one rank."""
+class StepRecorder(PartRecorder):
+    """Writes them to files."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self._bytes = (directory / f"rank_{rank}.bin").open("wb")
         self._index = (directory / f"rank_{rank}.jsonl").open("w")
         self._end = 0
 
-    def write(
-        self,
-        phase: str,
-        name: str,
-        tensor: Tensor,
-        box: Box | None = None,
-        shape: tuple[int, ...] | None = None,
-        micro_batch: int = -1,
-        *,
-        partial: bool = False,
-    ) -> None:
-        values = tensor.detach().cpu().contiguous()
-        if box is None:
-            box = Box((0,) * values.dim(), tuple(values.shape))
-        dtype = str(values.dtype).removeprefix("torch.")
-        whole = tuple(values.shape) if shape is None else shape
-        part = TensorPart(
-            phase, name, self.rank, box, whole, dtype, self._end, micro_batch, partial
-        )
-        self._index.write(json.dumps(asdict(part)) + "\n")
+    def take(self, part: TensorPart, values: Tensor) -> None:
+        self._index.write(json.dumps(asdict(replace(part, at=self._end))) + "\n")
         if values.numel():
             self._end += self._bytes.write(values.reshape(-1).view(torch.uint8).numpy().data)
 
