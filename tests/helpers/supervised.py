@@ -66,7 +66,7 @@ def start_supervisor(work: Callable[[], None], nproc: int, log_dir: Path, **opti
 
 def exit_status(pid: int) -> int:
     """How a supervisor ended; one that does not end is killed."""
-    if not eventually(lambda: is_gone(pid)):
+    if not eventually(lambda: is_gone(pid), 60.0):
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -85,8 +85,8 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20.0
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
