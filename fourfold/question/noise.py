@@ -325,12 +325,14 @@ class NoiseRecorder(PartRecorder):
         self._sums = {key: _Sums() for key in exact.parts}
 
     def take(self, part: TensorPart, values: Tensor) -> None:
-        same = next(self._parts[part.key])
-        assert part.box == same.box, f"{part.name}: another part of it than in the exact run"
+        same = next(self._parts[part.key], None)
+        assert same is not None and part.box == same.box, f"{part.name}: not as in the exact run"
         if values.numel():
             self._sums[part.key].add(self._exact.read(same), values.double())
 
     def close(self) -> None:
+        left = [key for key, parts in self._parts.items() if next(parts, None) is not None]
+        assert not left, f"{left[0]}: not all of it, as in the exact run"
         found = {key: sums.noise() for key, sums in self._sums.items()}
         # One number deviates by chance hardly at all. A mean deviates by no more than the terms do,
         # a norm by no more than the norm of the deviation.

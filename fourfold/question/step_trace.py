@@ -24,6 +24,7 @@ import json
 import math
 import resource
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -79,7 +80,7 @@ class TensorPart:
         return self.phase, self.name
 
 
-class PartRecorder:
+class PartRecorder(ABC):
     """Takes the parts of one rank."""
 
     def __init__(self, rank: int) -> None:
@@ -105,9 +106,11 @@ class PartRecorder:
         part = TensorPart(phase, name, self.rank, box, whole, dtype, 0, micro_batch, partial)
         self.take(part, values)
 
+    @abstractmethod
     def take(self, part: TensorPart, values: Tensor) -> None:
-        raise NotImplementedError
+        """The same, with where it is."""
 
+    @abstractmethod
     def close(self) -> None:
         """There is no more."""
 
@@ -162,9 +165,11 @@ class StepTrace:
         if part.box.volume() == 0:
             return torch.empty(part.box.shape, dtype=torch.float64)
         values = torch.empty(part.box.shape, dtype=dtype)
-        with (self.directory / f"rank_{part.rank}.bin").open("rb", buffering=0) as file:
+        path = self.directory / f"rank_{part.rank}.bin"
+        with path.open("rb") as file:  # buffered: a read of the system ends at 2 GB
             file.seek(part.at)
-            file.readinto(values.reshape(-1).view(torch.uint8).numpy().data)
+            if file.readinto(values.reshape(-1).view(torch.uint8).numpy().data) < values.nbytes:
+                raise UserError(f"{path} ends before {part.phase} {part.name}; record it again")
         return values.double() if wide else values
 
     def whole(self, key: tuple[str, str]) -> Tensor | None:
