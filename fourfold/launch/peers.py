@@ -169,7 +169,8 @@ class PeerExchange:
         self.listens = True
         # Held while it speaks, so that no process is forked in the middle of a sentence.
         self.speaking = threading.Lock()
-        # Held while the round is another, so that nothing of the last one is taken into it.
+        # Held while the report or the round changes, so that no change is lost and nothing of one
+        # round is taken into the next.
         self._changing = threading.Lock()
         self._store = store
         self._own = PeerReport(host)
@@ -217,12 +218,13 @@ class PeerExchange:
 
     def show_stacks(self, states: dict[int, RankState]) -> None:
         self._states = lambda: states
-        self._own = replace(self._own, has_stacks=True)
+        self.has_stacks()
         self.refresh()
 
     def has_stacks(self) -> None:
         """From now on what is said of ranks contains their stacks."""
-        self._own = replace(self._own, has_stacks=True)
+        with self._changing:
+            self._own = replace(self._own, has_stacks=True)
 
     def mark(self, name: str, value: str) -> None:
         """Leave a note in this round for all to see."""
@@ -248,7 +250,8 @@ class PeerExchange:
 
     def leave(self) -> None:
         """The last report: that this process is through with the round."""
-        self._own = replace(self._own, status=ENDED)
+        with self._changing:
+            self._own = replace(self._own, status=ENDED)
         self.refresh()
 
     def close(self, wait_seconds: float = 2.0) -> None:
@@ -305,7 +308,7 @@ class PeerExchange:
     # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed.is_set() and not self.broken:
+        while not self._closed.is_set():
             self._wake.clear()
             try:
                 with self.speaking:
@@ -313,9 +316,12 @@ class PeerExchange:
             except Exception as error:  # torch's are of many kinds
                 self.broken = f"{type(error).__name__}: {error}".partition("\n")[0].strip()
             with self._spoke:
-                self._spoken = self._spoken if self.broken else self._begun
+                if not self.broken:
+                    self._spoken = self._begun
                 self._spoke.notify_all()
-            self._wake.wait(0.0 if self.broken else self.pulse_seconds)
+            if self.broken:
+                return
+            self._wake.wait(self.pulse_seconds)
 
     def _speak(self) -> None:
         store = self._store
