@@ -39,7 +39,7 @@ from fourfold.shards import Box
 SUSPICIOUS = 0.5
 # A sample decides on these; what comes after them is of the whole batch.
 OF_SAMPLES = ("input", "weight", "forward", "loss", "backward")
-# What is off by more than so many bounds that were taken from a sample is wrong by the batch's too.
+# By phase: an error of more than this many of the sample's bounds is beyond the whole batch's too.
 CLEAR = {"gradient": 16.0, "norm": 16.0, "update": 4.0}
 
 
